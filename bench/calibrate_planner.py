@@ -1,6 +1,6 @@
 """Fits the planner's constants to the measured rows in tests/planner/measured, and tests them on other rows.
 
-    python bench/calibrate_planner.py              the constants for headrace/planner/constants.py, and every table
+    python bench/calibrate_planner.py              the constants for headrace/planner/efficiencies.json, and every table
     python bench/calibrate_planner.py --markdown   the tables of docs/notes/predictions.md
 
 Needs no GPU; takes some ten seconds. tests/planner/test_accuracy.py checks the bounds of each experiment.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -164,9 +164,7 @@ def h200_table(engine: str) -> list[str]:
 def print_constants() -> None:
     for (chip, engine), tables in FITTED_ON.items():
         constants = rounded(fit([row for table in tables for row in rows(table)]))
-        print(f"({chip!r}, {engine!r}):")
-        for field in fields(constants):
-            print(f"    {field.name}={getattr(constants, field.name)!r},")
+        print(f"{chip}, {engine}: {json.dumps(asdict(constants))}")
 
 
 def print_tables() -> None:

@@ -8,11 +8,12 @@ parameters that its publisher gives.
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.errors import ConfigError
 from headrace.hub import is_file, local_model_folder, local_path
@@ -84,8 +85,7 @@ class CheckpointConfig:
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
     """Read the entries of the catalogue, by name."""
-    entries = [CatalogueEntry(**{**raw, "aliases": tuple(raw["aliases"])}) for raw in json.loads(DATA.read_text())]
-    return {entry.name: entry for entry in entries}
+    return {entry.name: entry for entry in msgspec.json.decode(DATA.read_bytes(), type=list[CatalogueEntry])}
 
 
 def find_model(text: str) -> ModelShape:

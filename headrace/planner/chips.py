@@ -1,8 +1,8 @@
 """Lists the GPUs that headrace plans for, with the memory, rates and links that the vendor publishes, and detects those
 of this machine.
 
-Rates are dense (no sparsity), the bandwidth of links is one direction, memory is what programs see of it. How much of a
-rate is reached is not said here, but in constants.py.
+Their figures stand in chips.json: rates are dense (no sparsity), the bandwidth of links is one direction, memory is
+what programs see of it. How much of a rate is reached is not said there, but in efficiencies.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from headrace.errors import ConfigError
 
@@ -53,53 +55,13 @@ class Chip:
         return "cpu" if self.vendor == "cpu" else "cuda"
 
 
-def _rates(bf16: float, **others: float) -> dict[str, float]:
-    """FLOP/s by number type, from TFLOP/s."""
-    return {name: rate * 1e12 for name, rate in {"bf16": bf16, "fp16": bf16, **others}.items()}
+def _read(row: dict[str, Any]) -> Chip:
+    tflops, gib = row.pop("tflops"), row.pop("memory_gib")
+    return Chip(memory_bytes=int(gib * GIB), flops={name: rate * 1e12 for name, rate in tflops.items()}, **row)
 
 
-CDNA3 = _rates(1307.4, fp8=2614.9, int8=2614.9)
-HOPPER = _rates(989.4, fp8=1978.9, int8=1978.9)
-NIC_400 = 50e9
-"""bytes/s of one adapter of 400 Gb/s for each GPU, as in the vendors' own systems."""
-NIC_200 = 25e9
-
-
-def _gpu(
-    name: str, title: str, arch: str, gib: float, bandwidth: float, flops: dict[str, float], link: str, joined: float,
-    source: str, network: float = NIC_400,
-) -> Chip:  # fmt: skip
-    vendor = "amd" if arch.startswith("gfx") else "nvidia"
-    return Chip(
-        name, f"{vendor.upper()} {title}", vendor, arch, int(gib * GIB), bandwidth, flops, link, joined, network, 8,
-        f"https://www.{vendor}.com/{source}",
-    )  # fmt: skip
-
-
-FABRIC = "Infinity Fabric, a link to each of 7 others"
-_ALL = (
-    _gpu("mi300x", "Instinct MI300X", "gfx942", 191.98, 5.3e12, CDNA3, FABRIC, 448e9,
-         "en/products/accelerators/instinct/mi300/mi300x.html"),
-    _gpu("mi325x", "Instinct MI325X", "gfx942", 255.98, 6.0e12, CDNA3, FABRIC, 448e9,
-         "en/products/accelerators/instinct/mi300/mi325x.html"),
-    _gpu("mi350x", "Instinct MI350X", "gfx950", 287.98, 8.0e12, _rates(2306.9, fp8=4613.7, int8=4613.7, fp4=9227.5),
-         FABRIC, 537.6e9, "en/products/accelerators/instinct/mi350/mi350x.html"),
-    _gpu("mi355x", "Instinct MI355X", "gfx950", 287.98, 8.0e12, _rates(2516.6, fp8=5033.2, int8=5033.2, fp4=10066.3),
-         FABRIC, 537.6e9, "en/products/accelerators/instinct/mi350/mi355x.html"),
-    _gpu("h100", "H100 SXM", "sm_90", 79.18, 3.35e12, HOPPER, "NVLink 4", 450e9, "en-us/data-center/h100/"),
-    _gpu("h200", "H200 SXM", "sm_90", 139.80, 4.8e12, HOPPER, "NVLink 4", 450e9, "en-us/data-center/h200/"),
-    _gpu("b200", "B200 SXM", "sm_100", 178.35, 8.0e12, _rates(2250, fp8=4500, int8=4500, fp4=9000), "NVLink 5", 900e9,
-         "en-us/data-center/dgx-b200/"),
-    _gpu("a100", "A100 80GB SXM", "sm_80", 79.25, 2.039e12, _rates(312, int8=624), "NVLink 3", 300e9,
-         "content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf", NIC_200),
-    _gpu("l40s", "L40S", "sm_89", 44.40, 864e9, _rates(362.05, fp8=733, int8=733), "PCIe 4.0 x16", 32e9,
-         "en-us/data-center/l40s/", NIC_200),
-    Chip("cpu", "a server CPU (Xeon Platinum 8480+, one socket, 512 GiB)", "cpu", "x86", 512 * GIB, 307e9,
-         _rates(114.7, int8=229.4), "none", 16e9, NIC_200, 1,
-         "https://www.intel.com/content/www/us/en/products/sku/231746.html"),
-)  # fmt: skip
-
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
+DATA = Path(__file__).with_name("chips.json")
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in map(_read, json.loads(DATA.read_text(encoding="utf-8")))}
 OTHER_PRODUCTS = {"h100": ("pcie", "nvl"), "h200": ("nvl",), "a100": ("pcie", "40gb")}
 """Words in a driver's name of a GPU that mean another, slower or smaller product than the one above."""
 

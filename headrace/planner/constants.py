@@ -1,11 +1,15 @@
 """Says how much of a chip's published rates an engine reaches: the few fitted numbers behind predictions.
 
-How they enter a step's cost stands in cost.py, how they were fitted in bench/planner_fit.py.
+They stand in efficiencies.json. How they enter a step's cost is said in cost.py, how they were fitted in
+bench/planner_fit.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from headrace.planner.chips import CHIPS, Chip
 
@@ -94,49 +98,13 @@ class Fitted:
     origin: str
 
 
+DATA = Path(__file__).with_name("efficiencies.json")
+"""chip -> engine -> Fitted"""
 EFFICIENCIES: dict[tuple[str, str], Fitted] = {
-    ("h200", "vllm"): Fitted(
-        Efficiency(
-            bandwidth=0.861, kv_bandwidth=0.784, gemm=0.718, attention=0.354, overlap=1.83, kernel=4.07e-6,
-            launch=30.6e-6, sequence=23.7e-6, request=5.91e-3, link=0.70, collective=12e-6,
-        ),
-        0.25,
-        "fitted on 26 rows of vLLM 0.26.0 on one H200 (three models); link and collective are likely values",
-    ),
-    ("h200", "headrace"): Fitted(
-        Efficiency(
-            bandwidth=0.876, kv_bandwidth=0.824, gemm=0.753, attention=0.462, overlap=1.8, kernel=1.99e-06,
-            launch=9.8e-06, sequence=9.88e-06, request=0.000951, link=0.70, collective=12e-6,
-        ),
-        0.15,
-        "fitted on 26 rows of docs/performance.md (three models, one H200); link and collective are likely values",
-    ),
-    ("mi300x", "vllm"): Fitted(
-        Efficiency(
-            bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=4.19e-6,
-            launch=15.0e-6, sequence=24.8e-6, request=4.00e-3, link=0.638, collective=14.5e-6,
-        ),
-        0.15,
-        "fitted on AMD's 40 rows of Llama-3.1-70B and 405B fp8, vLLM 0.9.1 to 0.10.0 over eight MI300X",
-    ),
-    ("mi300x", "headrace"): Fitted(
-        Efficiency(
-            bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=3.5e-6,
-            launch=10.1e-6, sequence=9.68e-6, request=1.01e-3, link=0.638, collective=14.5e-6,
-        ),
-        0.40,
-        "not measured: the chip's shares as vLLM reaches them, our own launches and host as on the H200 (kernels take "
-        "longer, as nothing there starts one before its turn)",
-    ),
-    ("cpu", "headrace"): Fitted(
-        Efficiency(
-            bandwidth=0.60, kv_bandwidth=0.30, gemm=0.25, attention=0.10, overlap=1.2, kernel=40e-6, launch=1e-9,
-            sequence=50e-6, request=5e-3, link=0.5, collective=50e-6,
-        ),
-        0.60,
-        "guessed from steps of a model of 2.9 million weights on two cores (docs/performance.md)",
-    ),
-}  # fmt: skip
+    (chip, engine): fitted
+    for chip, engines in msgspec.json.decode(DATA.read_bytes(), type=dict[str, dict[str, Fitted]]).items()
+    for engine, fitted in engines.items()
+}
 SAME_ARCHITECTURE, SAME_VENDOR = 0.25, 0.35
 """Narrowest bands where the constants come from another chip."""
 

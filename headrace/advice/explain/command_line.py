@@ -7,7 +7,7 @@ Reads what stands in guides: assignments before the command, `export`, continued
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import PurePath
@@ -100,13 +100,6 @@ def parse_commands(text: str) -> list[CommandLine]:
             f"'vllm serve MODEL --flags', got {masked(' '.join(text[:400].split()))[:80]!r}"
         )
     return [_command(program, words, place) for program, words, place in shell.collected]
-
-
-def from_argv(program: str, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> CommandLine:
-    """Return the command of a program (`serve`, `bench latency`) and the words that follow it."""
-    if program not in SCOPES:
-        raise ConfigError(f"command must be one of {', '.join(SCOPES)}; got {program!r}")
-    return _command(program, list(argv), _Place(dict(variables or {})))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ in headrace. What a flag does stands in flags/names.json, what is to be said of 
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.advice.explain.better_line import better_lines
@@ -26,31 +28,7 @@ from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
 from headrace.planner.engines import model_gaps
 
-CLAIMS = {
-    "112-channels-everywhere": "NCCL_MIN_NCHANNELS=112 speeds collectives up",
-    "aiter-switches-work-alone": "an AITER sub-switch works without the master switch",
-    "async-scheduling-hurts-latency": "async scheduling is to be off for latency",
-    "both-visible-devices": "CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES go together",
-    "chunked-prefill-off-is-faster": "chunked prefill off is faster on MI300X",
-    "experts-always-want-expert-parallelism": "mixtures of experts want expert parallelism",
-    "fewer-seqs-lower-ttft": "a lower max-num-seqs lowers TTFT",
-    "format-follows-from-the-flag": "--quantization tells a quantized checkpoint's format",
-    "four-variables-belong-together": "AITER, MHA, Quick Reduce and HIP_FORCE_DEV_KERNARG must be set together",
-    "fp8-flag-on-a-quantized-checkpoint": "an fp8 checkpoint needs --quantization fp8",
-    "kv-dtype-shrinks-weights": "an fp8 KV cache makes a model's weights fit",
-    "larger-steps-improve-itl": "a larger max-num-batched-tokens improves ITL",
-    "latent-attention-needs-block-size-1": "latent attention (MLA) needs --block-size 1",
-    "max-model-len-preallocates": "max-model-len reserves memory for each sequence, and sizes its blocks",
-    "mha-off-gives-flash-attention": "AITER_MHA=0 gives FlashAttention for ROCm",
-    "models-need-trust-remote-code": "gpt-oss, DeepSeek and others need --trust-remote-code",
-    "more-draft-tokens-are-better": "five guessed tokens a step are better than two",
-    "quick-reduce-helps-on-one-gpu": "Quick Reduce helps at tensor parallel size 1",
-    "rccl-names": "RCCL reads RCCL_DEBUG and RCCL_NET_GDR_LEVEL",
-    "replicas-always-beat-tensor-parallelism": "N servers of one GPU always beat one server of N",
-    "seqs-times-length-must-fit": "the KV cache needs max-num-seqs x max-model-len tokens",
-    "utilization-is-for-the-kv-cache": "gpu-memory-utilization is the share of the KV cache",
-    "without-aiter-generic-torch-runs": "without AITER vLLM runs generic PyTorch operators",
-}
+CLAIMS: dict[str, str] = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
 """What guides claim that does not hold, or not as they put it, by name."""
 RULES = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
 AITER_PART: tuple[Rule, ...] = (("", aiter_part),)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.advice.explain.command_fields import fields_of
-from headrace.advice.explain.command_line import CommandLine, from_argv, parse_command, parse_commands
+from headrace.advice.explain.command_line import CommandLine, parse_command, parse_commands
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.planner.plan import make_plan
@@ -39,23 +39,14 @@ def shell_text(record: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("record", COMMANDS, ids=name_of)
-def test_every_published_command_parses_alike_from_words_and_from_text(record: dict[str, Any]) -> None:
-    line = from_argv(record["command"], record["argv"], record["env"])
-    text = parse_command(shell_text(record))
-    assert (text.program, text.model, text.settings, text.stray) == (
-        line.program,
-        line.model,
-        line.settings,
-        line.stray,
-    )
+def test_every_published_command_parses(record: dict[str, Any]) -> None:
+    line, argv = parse_command(shell_text(record)), record["argv"]
     assert all(setting.known is not None for setting in line.settings)
-    assert {**line.variables} == record["env"]
-    argv = record["argv"]
+    assert (line.program, {**line.variables}) == (record["command"], record["env"])
     if "--model" in argv:
         assert line.model == argv[argv.index("--model") + 1]
     elif record["command"] == "serve":
         assert line.model == argv[0]
-    assert line.program == record["command"]
     fields_of(line)
 
 
@@ -89,7 +80,7 @@ def test_every_published_command_yields_a_plan(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
-    asked = plan_keywords(from_argv(record["command"], record["argv"], record["env"]))
+    asked = plan_keywords(parse_command(shell_text(record)))
     if asked.get("model") in (None, *NO_MODEL):
         PlanRequest(**asked)
         return

@@ -90,29 +90,8 @@ def test_a_quote_without_end(text: str) -> None:
         list(commands(text))
 
 
-PIECES = [
-    "a",
-    " ",
-    "'",
-    '"',
-    "\\",
-    "$",
-    "$A",
-    "${A}",
-    "$(",
-    ")",
-    "`",
-    "{",
-    "}",
-    "b c",
-    "#",
-    "~/",
-    "<",
-    ">",
-    "\n",
-    "é",
-    "&",
-]
+PIECES = ["a", " ", "'", '"', "\\", "$", "$A", "${A}", "$(", ")", "`", "{", "}", "b c", "#", "~/", "<", ">", "\n", "é",
+          "&"]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
