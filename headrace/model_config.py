@@ -24,6 +24,8 @@ MOST_LAYERS = 10_000
 BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside a config.json that says nothing of quantization -> the `quant_method` of their tool (ModelOpt,
 AutoGPTQ, AutoAWQ)"""
+BLOCKS = b'_proj_blocks"'
+"""what names of tensors end in that hold experts in MXFP4 as gpt-oss has them"""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -
 
 def read_config(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
     """Return config.json. Older exports keep the quantization in a file beside it, one of BESIDE, which is then its
-    `quantization_config`; newer ones of ModelOpt keep there what config.json does not repeat. Raises `error_class` as
-    `read_object` does."""
+    `quantization_config`; newer ones of ModelOpt keep there what config.json does not repeat. Where nothing is said,
+    tensors' names may tell. Raises `error_class` as `read_object` does."""
     raw = read_object(path, error_class)
     if held := quantization_of(Fields(raw, "config.json")):
         beside = path.with_name("hf_quant_config.json")
@@ -168,7 +170,19 @@ def read_config(path: Path, error_class: type[UserError] = ModelNotFoundError) -
     for name, method in BESIDE.items():
         if os.path.lexists(beside := path.with_name(name)):
             return {**raw, "quantization_config": {"quant_method": method, **read_object(beside, error_class)}}
-    return raw
+    return {**raw, "quantization_config": {"quant_method": "mxfp4"}} if _holds_blocks(path.parent) else raw
+
+
+def _holds_blocks(folder: Path) -> bool:
+    """Tell whether the names of a folder's tensors say MXFP4, whose exports may leave that out of config.json."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    try:
+        if not single.exists():
+            return BLOCKS in index.read_bytes()
+        with single.open("rb") as file:
+            return BLOCKS in file.read(int.from_bytes(file.read(8), "little") & MOST)
+    except OSError:  # the loader says what is wrong with it
+        return False
 
 
 def quantization_of(fields: Fields) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Replaces standard output and error, so that a reader that goes away or a full disk does not break a server.
+"""Replaces standard output and error, so that a reader that goes away or a full disk does not break a server, and has
+libraries' warnings come as lines of ours.
 
 A server goes on without output. A command whose output is its purpose reports the loss. Imports only errors.py, because
 it is needed before everything else.
@@ -10,6 +11,8 @@ import errno
 import io
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import IO, Any, TextIO
 
 from headrace.errors import OutputError
@@ -38,7 +41,8 @@ class _Stream(io.FileIO):
 
 
 def take_streams(output_matters: bool) -> None:
-    """Replace the streams, before anything is printed or logged. Standard error never matters."""
+    """Replace the streams of a process of ours, before anything is printed or logged. Standard error never matters."""
+    warnings.showwarning = tell_warning
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -47,6 +51,21 @@ def take_streams(output_matters: bool) -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _text(sys.stdout, _Stream(1, output_matters))
     sys.stderr = _text(sys.stderr, _Stream(2, False))
+
+
+def tell_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Log what a library warns of, in a line that says what that means; which warnings are shown is up to Python's
+    filters."""
+    import logging  # only few commands need it
+
+    parts = Path(filename).parts
+    library = parts[parts.index("site-packages") + 1] if "site-packages" in parts[:-1] else filename
+    logging.getLogger(__name__).warning(
+        "A library's warning, which stops nothing; what it computed was used: %s (%s, %s)",
+        " ".join(str(message).split()), library.removesuffix(".py"), category.__name__,
+    )  # fmt: skip
 
 
 def _text(before: TextIO | None, stream: _Stream) -> TextIO:

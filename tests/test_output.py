@@ -80,3 +80,23 @@ def test_errors_that_nobody_can_read_keep_their_status(unread: int) -> None:
     for redirect in ("2>&-", "2>/dev/full"):
         assert run("-m", "headrace.cli.main", "nonsense", redirect=redirect) == (2, "", "")
     assert run("-m", "headrace.cli.main", "nonsense", stderr=unread) == (2, "", None)
+
+
+WARNING = """
+import warnings
+{first}
+warnings.warn_explicit("no current context!\\nAttempting", UserWarning, "/x/site-packages/torch/nn/linear.py", 7)
+"""
+OURS = "from headrace.output import take_streams\ntake_streams(output_matters=True)"
+
+
+def test_a_librarys_warning_is_a_line_of_ours_that_says_what_it_means() -> None:
+    _, _, errors = run("-c", WARNING.format(first=OURS))
+    said = "A library's warning, which stops nothing; what it computed was used"
+    assert errors == f"{said}: no current context! Attempting (torch, UserWarning)\n"
+
+
+def test_a_process_of_the_users_own_keeps_its_warnings() -> None:
+    _, _, errors = run("-c", WARNING.format(first="from headrace import LLM"))
+    assert errors is not None
+    assert "/x/site-packages/torch/nn/linear.py:7: UserWarning: no current context!" in errors

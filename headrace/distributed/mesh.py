@@ -36,6 +36,10 @@ class Group:
     all_gather: Callable[[Tensor], Tensor] = _same
     """[..., n] on each rank -> [..., size * n] on all, in the order of ranks"""
 
+    def most(self, values: Tensor) -> Tensor:
+        """Return the largest of all ranks for each of `values` [..., n], which may be as it is given."""
+        return values if self.size == 1 else self.all_gather(values).unflatten(-1, (-1, values.shape[-1])).amax(-2)
+
     def largest(self, value: float, device: torch.device) -> float:
         """Return the largest value of all ranks, the same on each; among several ranks NaN counts as infinite."""
         if self.size == 1:

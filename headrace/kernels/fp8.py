@@ -6,6 +6,7 @@ The kernels that make a linear's input (norm.py, activation.py) round it in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,9 @@ class Rounding:
     """[1] fp32: a token's largest number counts as at most this; larger numbers are cut off"""
     zeros: bool = False
     """int8 only: codes - zero points are what is scaled, so that both ends of the range are used"""
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    """makes of the largest numbers here # [num_tokens, num_groups] fp32 those of all ranks that hold a token's columns;
+    kernels do not know it, references do; None: no other rank holds any"""
 
     def num_groups(self, width: int) -> int:
         """Return how many scales a token of `width` columns has."""
@@ -215,16 +219,18 @@ def quantize_reference(x: Tensor, to: Rounding) -> Quantized:
     if to.group:
         return _in_groups(x, to)
     wide, highest, zeros = x.float(), LARGEST[to.dtype], None
+    of_all = to.over_ranks or _same
     if to.given is not None:
         scales, given_zeros = to.given.expand(x.shape[0], 2).split(1, dim=1)
         factor, zeros = 1.0 / scales, given_zeros if to.zeros else None
     elif to.zeros:
-        low, high = wide.amin(-1, keepdim=True).clamp_max(0.0), wide.amax(-1, keepdim=True).clamp_min(0.0)
+        low = -of_all(-wide.amin(-1, keepdim=True).clamp_max(0.0))
+        high = of_all(wide.amax(-1, keepdim=True).clamp_min(0.0))
         scales = (high - low).clamp_min(1e-12) * (1.0 / 255.0)
         factor = 1.0 / scales
         zeros = (-128.0 - low * factor).round_()
     else:
-        largest = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+        largest = of_all(wide.abs().amax(-1, keepdim=True).clamp_min(1e-12))
         largest = largest if to.bound is None else torch.minimum(largest, to.bound)
         factor = torch.full_like(largest, highest).div_(largest)  # a number / a tensor would be rounded twice
         scales = largest * (1.0 / highest)
@@ -237,10 +243,16 @@ def quantize_reference(x: Tensor, to: Rounding) -> Quantized:
     return Quantized(values.to(to.dtype), scales.contiguous(), None if zeros is None else zeros.contiguous())
 
 
+def _same(largest: Tensor) -> Tensor:
+    return largest
+
+
 def _in_groups(x: Tensor, to: Rounding) -> Quantized:
     (num_tokens, width), groups = x.shape, to.num_groups(x.shape[1])
     padded = F.pad(x.float(), (to.shift, groups * to.group - to.shift - width))
-    values, scales, *_ = quantize_reference(padded.view(num_tokens * groups, to.group), Rounding(to.dtype))
+    of_all = to.over_ranks or _same
+    rows = Rounding(to.dtype, over_ranks=lambda largest: of_all(largest.view(num_tokens, groups)).reshape(-1, 1))
+    values, scales, *_ = quantize_reference(padded.view(num_tokens * groups, to.group), rows)
     values = values.view(padded.shape)[:, to.shift : to.shift + width].contiguous()
     return Quantized(values, scales.view(num_tokens, groups), None, to.group, to.shift)
 

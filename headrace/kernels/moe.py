@@ -84,7 +84,8 @@ class Experts:
     clamp: SwigluClamp | None = None
     """None: the activation is silu(gate) * up"""
     w13_rounding: Rounding | None = None
-    """how tiles of fp8 weights have their input rounded; None: each token with a scale of its own"""
+    """how tiles of fp8 weights have their input rounded; None: each token with a scale of its own. The reference rounds
+    the input of other weights too, where it is given."""
     w2_rounding: Rounding | None = None
 
     @property
@@ -232,7 +233,7 @@ def fused_moe_reference(
     chosen = logits[:, : experts.num_experts]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
-    rounds = experts.w13_scale is not None and (config is None or config.block_m > 1)
+    rounds = config is None or config.block_m > 1
     up = (experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding)
     down = (experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding)
     for expert in ids.unique().tolist():
@@ -268,12 +269,15 @@ def _product_reference(
     expert: int,
     rounds: bool,
 ) -> Tensor:
-    """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of x rounded to the weight's type."""
+    """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of rounded x, to the weight's type if it is fp8."""
+    if rounding is None and scale is not None:
+        rounding = Rounding(weight.dtype)
+    if rounds and rounding is not None:
+        x = quantize_reference(x, rounding).dequantize(x.dtype)
     if isinstance(weight, TiledWeight):
         one = weight.expert(expert).dequantize(x.dtype)
     elif scale is not None:
         one = (weight[expert].float() * scale[expert, :, None]).to(x.dtype)
-        x = quantize_reference(x, rounding or Rounding(weight.dtype)).dequantize(x.dtype) if rounds else x
     else:
         one = weight[expert]
     return F.linear(x, one, None if bias is None else bias[expert])

@@ -51,7 +51,12 @@ def row_spec(
     local = divide(in_features, group, "the inputs of a linear layer")
     columns = slice(group.rank * local, (group.rank + 1) * local)
     part = Part(name, (out_features, in_features), slice(0, out_features), columns, 0)
-    return LinearSpec(local, out_features, (part,), dtype, bias, adds_bias=group.rank == 0)
+    return LinearSpec(local, out_features, (part,), dtype, bias, group.rank == 0, over_ranks=over_ranks(group))
+
+
+def over_ranks(group: Group) -> Callable[[Tensor], Tensor] | None:
+    """Return what a LinearSpec says of inputs that the ranks of a group share."""
+    return None if group.size == 1 else group.most
 
 
 def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:

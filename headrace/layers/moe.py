@@ -22,7 +22,7 @@ from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.kernels.tiled import TiledWeight
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
-from headrace.layers.linear import column_spec, divide
+from headrace.layers.linear import column_spec, divide, over_ranks
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
@@ -67,7 +67,9 @@ def expert_specs(
     down = (Part(names.down, (hidden, wide), every, own, 0),)
     return (
         LinearSpec(hidden, 2 * n, halves, dtype, spec.bias),
-        LinearSpec(n, hidden, down, dtype, spec.bias, adds_bias=group.rank == 0),
+        LinearSpec(
+            n, hidden, down, dtype, spec.bias, group.rank == 0, over_ranks=over_ranks(group), whole_groups=bool(unit)
+        ),
     )
 
 

@@ -5,9 +5,10 @@ Made at load, weights are e4m3 with a scale a tensor of the checkpoint (`fp8`) o
 activations have a scale a token, computed in every step.
 
 A CPU has no such arithmetic worth using: there weights and activations are rounded to 8 bits and back, which gives a
-GPU's results (but that a GPU does not round a lone token's activations), and is no faster. A rank knows its own slice
-alone, and so scales that are computed here are its own. Experts are stored in the same way; kernels/moe.py computes
-with them. Where the checkpoint brings a scale of activations for each expert, the largest counts, as in vLLM.
+GPU's results (but that a GPU does not round a lone token's activations), and is no faster. Scales of weights that are
+made at load are those of a rank's slice. So are scales of activations on a GPU; on a CPU they are those of the whole
+row, whatever the number of ranks. Experts are stored in the same way; kernels/moe.py computes with them. Where the
+checkpoint brings a scale of activations for each expert, the largest counts, as in vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +43,15 @@ from headrace.quantization.scheme import (
     Slot,
     Weights,
 )
-from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, of_e4m3fn, widen
+from headrace.quantization.stored import (
+    AT_ONCE,
+    NarrowLayout,
+    Numbers,
+    StoredLayout,
+    largest_of_ranks,
+    of_e4m3fn,
+    widen,
+)
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
 
@@ -89,7 +98,7 @@ class RoundedLayout:
             scales[rows] = quantized.scales[:, 0]
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
-        return Rounding(weights["weight"].dtype)
+        return Rounding(weights["weight"].dtype, over_ranks=largest_of_ranks(spec, weights))
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         return widen(spec, weights)
@@ -178,7 +187,7 @@ class RoundingProduct:
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         """Return what kernels/moe.py takes; of int8 and of blocks on a GPU a TiledWeight, gated if it has gate and up,
-        whose activations are not rounded."""
+        whose activations are not rounded; a CPU rounds them beside a weight that is widened."""
         held = self.layout.numbers != "fp8" and not self.emulates and spec.dtype.itemsize == 2
         if held and self.layout.whole_groups(spec):
             packed = self._packed(spec, weights)
@@ -188,9 +197,10 @@ class RoundingProduct:
             self.widened_for[why] += 1
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
         if self.why_plain or self.layout.numbers != "fp8" or not self.layout.rounds:
+            rounding = self.layout.rounding(spec, weights) if self.emulates and self.layout.rounds else None
             if not self.emulates:
                 self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
-            return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
+            return HeldExperts(self.layout.dequantize(spec, weights)["weight"], rounding=rounding)
         return HeldExperts(weights["weight"], weights["weight_scale"], self.layout.rounding(spec, weights))
 
     def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:

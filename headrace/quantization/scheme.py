@@ -167,6 +167,11 @@ class LinearSpec:
     """False where another rank adds the bias, because the ranks' outputs are summed"""
     batch_invariant: bool = False
     """A token's outputs must not depend on how many other tokens there are."""
+    over_ranks: Callable[[Tensor], Tensor] | None = None
+    """numbers [..., n] of this rank -> the largest that any rank has, where ranks divide the inputs (all of them must
+    ask); None: they do not"""
+    whole_groups: bool = False
+    """Ranks divide them between groups of inputs that share a scale."""
 
 
 class HeldExperts(NamedTuple):
@@ -177,7 +182,7 @@ class HeldExperts(NamedTuple):
     scales: Tensor | None = None
     """[experts, out] fp32 if the weight is fp8"""
     rounding: Rounding | None = None
-    """how activations are rounded then"""
+    """how activations are rounded then, or on a CPU beside any weight"""
 
 
 Weights = dict[str, Tensor]

@@ -151,9 +151,11 @@ class StoredLayout:
         return _slot_of_outputs(part, beside, store, optional=True, stored=INTEGERS)
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
-        narrow = weights["weight"].dtype
+        narrow, over_ranks = weights["weight"].dtype, largest_of_ranks(spec, weights)
         if self.activations == "block":
-            return Rounding(narrow, self.block[1], self.shift(spec))
+            if over_ranks is None or not self.groups_are_cut(spec):
+                return Rounding(narrow, self.block[1], self.shift(spec))
+            return Rounding(narrow, self.block[1], self.shift(spec), over_ranks=self._of_cut_groups(spec, over_ranks))
         if self.activations == "tensor":
             scale = weights["input_scale"] * of_e4m3fn(narrow)
             zero = weights.get("input_zero_point")
@@ -166,7 +168,8 @@ class StoredLayout:
         if bound is not None and not bool(bound > 0):
             raise CheckpointError(f"input_scale_ub is {float(bound)}; accepted: a positive number")
         bounded = bound is not None and bool(bound.isfinite())
-        return Rounding(narrow, bound=bound if bounded else None, zeros=not self.symmetric)
+        bounded_by = bound if bounded else None
+        return Rounding(narrow, bound=bounded_by, zeros=not self.symmetric, over_ranks=over_ranks)
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         block = self.held_block(spec) if self.scale == "block" else None
@@ -188,7 +191,24 @@ class StoredLayout:
     def whole_groups(self, spec: LinearSpec) -> bool:
         if "block" not in (self.scale, self.activations):
             return True
-        return self.scale == self.activations == "block" and self.block[1] >= LEAST_GROUP and not self.shift(spec)
+        in_blocks = self.scale == self.activations == "block"
+        return in_blocks and self.block[1] >= LEAST_GROUP and not self.groups_are_cut(spec)
+
+    def groups_are_cut(self, spec: LinearSpec) -> bool:
+        """Tell whether ranks divide inputs that share a scale; all ranks say the same."""
+        return spec.over_ranks is not None and not spec.whole_groups and spec.in_features % self.block[1] != 0
+
+    def _of_cut_groups(self, spec: LinearSpec, over_ranks: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return what makes of a rank's largest numbers # [num_tokens, groups that it meets] those of whole groups."""
+        mine = _blocks(spec.parts[0].columns, self.block[1])
+        groups = -(-spec.parts[0].shape[1] // self.block[1])
+
+        def of_all(largest: Tensor) -> Tensor:
+            whole = largest.new_zeros(len(largest), groups)
+            whole[:, mine] = largest
+            return over_ranks(whole)[:, mine]
+
+        return of_all
 
     def shift(self, spec: LinearSpec) -> int:
         """Return how many inputs of the first block belong to another rank."""
@@ -227,6 +247,12 @@ class StoredLayout:
             (1,), (slice(0, 1),), place, optional, store, torch.float32, stored, shapes=shapes, dummy=dummy,
             is_scale=name == "input_scale",
         )  # fmt: skip
+
+
+def largest_of_ranks(spec: LinearSpec, weights: Weights) -> Callable[[Tensor], Tensor] | None:
+    """Return what finds the largest activations of all ranks. A GPU does without: there each of 64 linears of a small
+    model would wait for another collective in every step, and a rank's own scales are never coarser."""
+    return spec.over_ranks if weights["weight"].device.type == "cpu" else None
 
 
 def widen(spec: LinearSpec, weights: Weights, block: tuple[int, int] | None = None, shift: int = 0) -> Weights:

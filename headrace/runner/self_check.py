@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,10 @@ class SelfCheck:
                 check.error()
 
         began = time.perf_counter()
-        with ThreadPoolExecutor(COMPILING_THREADS) as threads:
+        # A thread has no CUDA context until a call needs one, and naming the device makes none where it is the first:
+        # cuBLAS, if it came first, would warn of that.
+        current = partial(torch.cuda.synchronize, self._device)
+        with ThreadPoolExecutor(COMPILING_THREADS, initializer=current) as threads:
             for check in checks:
                 threads.submit(attempt, check)
         torch.cuda.synchronize(self._device)

@@ -12,7 +12,7 @@ import torch
 from driver import make_context
 from mxfp4_experts import to_mxfp4
 from safetensors.torch import load_file, save_file
-from tiny_configs import VARIANTS, save_tiny_model
+from tiny_configs import VARIANTS, save_tiny_model, shard
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
@@ -148,10 +148,14 @@ def test_experts_that_the_files_hold_plain_are_so_whatever_config_says(tmp_path:
     assert not any(note.startswith("Quantization") for note in load(tmp_path).notes)
 
 
-def test_experts_alone_are_packed_whatever_config_json_leaves_out(packed: Path) -> None:
+@pytest.mark.parametrize("left_out", ["names", "everything", "everything, in several files"])
+def test_experts_alone_are_packed_whatever_config_json_leaves_out(left_out: str, packed: Path) -> None:
+    """Tensors' names tell what an export without `quantization_config` holds."""
     config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
+    config["quantization_config"] = {"quant_method": "mxfp4"} if left_out == "names" else None
     (packed / "config.json").write_text(json.dumps(config))
+    if left_out.endswith("files"):
+        shard(packed)
     (note, *_) = load(packed).notes
     assert note.startswith("Quantization mxfp4: 0 linears and the experts of 3 layers. Unquantized: ")
     for kept in ("self_attn.qkv_proj x 3", "self_attn.o_proj x 3", "mlp (router) x 3", "lm_head"):

@@ -155,11 +155,10 @@ def compressed(
     config: Any,
     weights: dict[str, Any],
     inputs: dict[str, Any] | None,
-    rounds_experts: bool = True,
     rename: Callable[[dict[str, Any]], dict[str, Any]] = lambda quantization: quantization,
 ) -> None:
-    """Quantize with compressed-tensors; static scales of activations are calibrated on the prompt. The logits are
-    without rounded activations of experts unless `rounds_experts`; `rename` says what config.json has in the end."""
+    """Quantize with compressed-tensors; static scales of activations are calibrated on the prompt. `rename`
+    says what config.json has in the end."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -189,7 +188,6 @@ def compressed(
     logits_of(model)
     for hook in hooks:
         hook.remove()
-    schemes = {path: one.quantization_scheme for path, one in linears.items()}
     for path, one in linears.items():
         one.quantization_enabled = True
         one.weight_scale.data.copy_(weight_scale(one.weight.data, args).view(one.weight_scale.shape))
@@ -199,11 +197,7 @@ def compressed(
             one.input_scale.data.copy_(scale)
             if hasattr(one, "input_zero_point"):
                 one.input_zero_point.data.copy_(zero)
-        if ".experts." in path and not rounds_experts:
-            one.quantization_scheme = schemes[path].model_copy(update={"input_activations": None})
     logits = logits_of(model)
-    for path, one in linears.items():
-        one.quantization_scheme = schemes[path]
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -240,8 +234,8 @@ def compressed_tensors() -> None:
     compressed("fp8-dynamic-experts", MOE, FLOAT8 | {"strategy": "channel"}, FLOAT8 | by_token)
     compressed("autofp8-static-experts", MOE, FLOAT8 | {"strategy": "tensor"}, FLOAT8 | static, rename=as_auto_fp8)
     blocks, groups = blocks | {"block_structure": [64, 64]}, groups | {"group_size": 64}
-    compressed("fp8-block-experts", WHOLE_EXPERTS, FLOAT8 | blocks, FLOAT8 | groups, rounds_experts=False)
-    compressed("int8-dynamic-experts", MOE, INT8 | {"strategy": "channel"}, INT8 | by_token, rounds_experts=False)
+    compressed("fp8-block-experts", WHOLE_EXPERTS, FLOAT8 | blocks, FLOAT8 | groups)
+    compressed("int8-dynamic-experts", MOE, INT8 | {"strategy": "channel"}, INT8 | by_token)
 
 
 def quark() -> None:

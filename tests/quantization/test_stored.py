@@ -3,7 +3,11 @@ rank holds them, fused or not, with scales of any shape."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,23 +109,6 @@ def test_a_scale_a_tensor_of_each_part_of_a_fused_linear(shape: tuple[int, ...],
         close(out, rounded(x) @ mine.T)
 
 
-@pytest.mark.parametrize("shape", [(30,), (30, 1)], ids=str)
-def test_a_scale_an_output_on_the_ranks_of_a_row_parallel_linear(
-    shape: tuple[int, ...], generator: torch.Generator
-) -> None:
-    """Each rank rounds its own columns of a token, with a scale of its own."""
-    part = fp8_part(generator, (30, 70), torch.rand(shape, generator=generator) + 0.1)
-    part.tensors["bias"] = bias = torch.randn(30, generator=generator)
-    x, total = torch.randn(4, 70, generator=generator), torch.zeros(4, 30)
-    for rank, columns in enumerate((slice(0, 35), slice(35, 70))):
-        layer = RowParallelLinear(70, 30, Group(rank, 2), torch.float32, True)
-        layer.all_reduce = lambda out: out
-        out = made(layer, fp8_scheme("channel", "token"), {"y": part})(x[:, columns])
-        close(out, rounded(x[:, columns]) @ part.weight[:, columns].T + (bias if rank == 0 else 0.0))
-        total += out
-    assert float((total - bias - x @ part.weight.T).norm() / (x @ part.weight.T).norm()) < 0.045
-
-
 def test_static_scales_of_parts_give_way_to_the_largest(generator: torch.Generator) -> None:
     parts = {name: fp8_part(generator, (16, 32), torch.tensor([0.3])) for name in "ab"}
     parts["a"].tensors["input_scale"], parts["b"].tensors["input_scale"] = torch.tensor(0.002), torch.tensor([0.005])
@@ -156,20 +143,65 @@ def test_blocks_that_parts_and_ranks_cut_anywhere(block: tuple[int, int], genera
         close(out, rounded(x, block[1]) @ mine.T)
 
 
-def test_blocks_of_a_row_parallel_linear_are_those_of_the_whole(generator: torch.Generator) -> None:
-    """Also of activations: ranks together compute what one alone does, wherever they cut columns."""
-    part = block_part(generator, (40, 600), (128, 128))
-    x, total = torch.randn(3, 600, generator=generator), torch.zeros(3, 40)
-    for rank in (0, 1, 2):
-        layer = RowParallelLinear(600, 40, Group(rank, 3), torch.float32, False)
-        layer.all_reduce = lambda out: out
-        columns = slice(200 * rank, 200 * rank + 200)
-        groups = torch.zeros_like(x)
-        groups[:, columns] = x[:, columns]
-        out = made(layer, fp8_scheme("block", "block"), {"y": part})(x[:, columns])
-        close(out, rounded(groups, 128) @ part.weight.T)
-        total += out
-    assert float((total - x @ part.weight.T).norm() / (x @ part.weight.T).norm()) < 0.045
+def on_ranks(count: int, work: Callable[[Group], Tensor]) -> list[Tensor]:
+    """What each of the ranks computes; they are threads, which gather one tensor after the other."""
+    barrier, given = threading.Barrier(count, timeout=60), [torch.empty(0)] * count
+
+    def gather(rank: int, mine: Tensor) -> Tensor:
+        given[rank] = mine
+        barrier.wait()
+        gathered = torch.cat(given, -1)
+        barrier.wait()
+        return gathered
+
+    with ThreadPoolExecutor(count) as pool:
+        groups = [Group(rank, count, all_gather=partial(gather, rank)) for rank in range(count)]
+        return list(pool.map(work, groups))
+
+
+RANKS: dict[str, tuple[Scheme, Callable[[torch.Generator], Part]]] = {
+    "fp8, a scale a token": (
+        fp8_scheme("channel", "token"),
+        lambda generator: fp8_part(generator, (40, 600), torch.rand(40, 1, generator=generator) + 0.1),
+    ),
+    "fp8, bounded": (
+        stored(FORMATS["fp8"], "channel", bound=1.5), lambda generator: fp8_part(generator, (40, 600), torch.ones(40)),
+    ),
+    "blocks that ranks cut": (
+        fp8_scheme("block", "block"), lambda generator: block_part(generator, (40, 600), (128, 128)),
+    ),
+    "blocks that ranks do not cut": (
+        fp8_scheme("block", "block", (8, 8)), lambda generator: block_part(generator, (40, 600), (8, 8)),
+    ),
+    "int8": (
+        int8_scheme("channel", "token"), lambda generator: int8_part(generator, (40, 600), torch.full((40,), 0.01)),
+    ),
+    "int8 with zero points": (
+        int8_scheme("channel", "token", False),
+        lambda generator: int8_part(generator, (40, 600), torch.full((40, 1), 0.01)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_ranks_round_activations_as_one_alone_does(kind: str, generator: torch.Generator) -> None:
+    """With the scales of whole rows, wherever ranks cut them: in float32 they compute what one does."""
+    scheme, make = RANKS[kind]
+    part = make(generator)
+    part.tensors["bias"] = torch.randn(40, generator=generator)
+    x = torch.randn(5, 600, generator=generator) * torch.logspace(-1, 1, 600)  # the last rank has the largest ones
+
+    def computed(group: Group) -> Tensor:
+        layer = made(RowParallelLinear(600, 40, group, torch.float32, True), scheme, {"y": part})
+        found: Tensor = layer.compute(x[:, layer.spec.parts[0].columns], None)
+        return found
+
+    alone = computed(Group())
+    for count in (2, 3):
+        torch.testing.assert_close(
+            sum(on_ranks(count, computed)), alone, rtol=1e-5, atol=1e-5 * float(alone.abs().amax())
+        )
+    assert float((alone - part.tensors["bias"] - x @ part.weight.T).norm()) > 0
 
 
 @pytest.mark.parametrize("scale", ["tensor", "channel"])

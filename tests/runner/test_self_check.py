@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -283,3 +285,18 @@ def test_metrics_count_none() -> None:
     shown = EngineMetrics("m", 100, {}).render().decode()
     assert 'headrace:kernels_demoted{engine="0",model_name="m"} 0.0' in shown
     assert "headrace:kernel_demoted{" not in shown
+
+
+def test_threads_that_compile_have_a_context_before_their_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naming the device makes none in a thread whose device it is already, and cuBLAS warns where it comes first."""
+    ready: set[int] = set()
+    found: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ready.add(threading.get_ident()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def error() -> float:
+        found.append(threading.get_ident() in ready)
+        return 0.0
+
+    SelfCheck(Group(), torch.device("cuda")).compile_ahead([Check("one", error, 1.0, str)] * 5)
+    assert found == [True] * 5
