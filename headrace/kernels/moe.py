@@ -270,7 +270,7 @@ def _product_reference(
     rounds: bool,
 ) -> Tensor:
     """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of rounded x, to the weight's type if it is fp8."""
-    if rounding is None and scale is not None:
+    if rounding is None and isinstance(weight, Tensor) and scale is not None:
         rounding = Rounding(weight.dtype)
     if rounds and rounding is not None:
         x = quantize_reference(x, rounding).dequantize(x.dtype)
