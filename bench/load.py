@@ -21,18 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h200_parts.engines import context_for
 from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B
 from safetensors.torch import save_file
 
-from headrace.attention.table import load_backend, select_backend
-from headrace.distributed.mesh import Group, Mesh
-from headrace.kernels.table import select_kernels
-from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.checkpoint import checkpoint_files
-from headrace.models.registry import attention_specs
 
 SMALL_EXPERTS = QWEN3_30B_A3B | {"hidden_size": 512, "moe_intermediate_size": 128, "vocab_size": 4096}
 MADE = {"8b": LLAMA_8B, "moe": QWEN3_30B_A3B, "small-experts": SMALL_EXPERTS}
@@ -67,14 +63,6 @@ def main() -> None:
         if state == "page cache dropped":
             drop_cache(files)
         print(f"{state}: {load(folder, num_bytes / options.ranks, disk, options)}")
-
-
-def context_for(config: ModelConfig, device: torch.device, ranks: int = 1) -> LayerContext:
-    """Return what layers are built with on the first of `ranks`."""
-    dtype: Any = torch.bfloat16
-    specs = attention_specs(config, tp_size=ranks, block_size=16, dtype="bfloat16", device_type=device.type)
-    backend = load_backend(select_backend(specs).name)
-    return LayerContext(Mesh(Group(0, ranks)), select_kernels(device.type), backend, specs, dtype, device)
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:

@@ -1,45 +1,46 @@
-"""Tunes the experts' kernels on this GPU: all tiles at each number of tokens, then whole layers of the best ones.
+"""Tunes the experts' kernels on this GPU: whole layers, with other tiles than the tables', at each number of tokens.
 
     python bench/tune_experts.py --json experts.json           Qwen3-30B-A3B's sizes, bf16; needs a GPU and many cores
     python bench/tune_experts.py --tokens 1,32,1024
     python bench/tune_experts.py --fp8                         weights in fp8, and activations of tiles
     TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU
 
-Tiles are compiled in parallel processes and compared with fp32. The two products of a layer (up and down) are timed
-apart, in graphs that read several sets of weights in turn; then whole layers are, of the two best of each. Prints the
-fastest, and at the end what to paste into headrace/kernels/moe_config.py.
+Tiles are compiled in parallel processes. A layer is timed with each tile of its first product (up), then, with the best
+of these, with each of its second (down), in graphs that read several layers in turn; its result is compared with fp32.
+Prints the fastest, and at the end what to paste into headrace/kernels/moe_config.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timing import graph_seconds, relative_error
 from torch import Tensor
-from tuning import FP8, INEXACT, SHARED_MEMORY, add_common_flags, compile_all, plain_dtype
 
-from headrace.kernels import moe, moe_kernels, moe_route
-from headrace.kernels._triton import overlap
-from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
-from headrace.kernels.gemm import vector_of
+from headrace.kernels import moe
+from headrace.kernels.fp8 import quantize_per_token_reference
 from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
-from headrace.kernels.norm import rms_norm_reference
 
-SETS = 4
+LAYERS = 4
 """of weights, 1.2 GB each at the default sizes"""
-INEXACT_FP8 = 0.12
-"""INEXACT where activations are rounded to fp8"""
+INEXACT, INEXACT_FP8 = 1e-2, 0.12
+"""Relative errors beside fp32 from which a configuration counts as wrong; the second where activations are rounded."""
+SHARED_MEMORY = 220_000
+"""bytes that the buffers of a tile may take; larger ones are not tried"""
 TOKENS = "1,2,4,8,32,128,512,1024,2048,8192"
+Choices = dict[int, tuple[list[Tile], list[Tile]]]
+"""block_m -> tiles of up and of down; a block_m of 1 serves pairs of token and expert one by one"""
 
 
 def tiles(*numbers: tuple[int, ...]) -> list[Tile]:
@@ -108,130 +109,86 @@ class Sizes:
 
     @property
     def dtype(self) -> torch.dtype:
-        return plain_dtype(self.device)
+        """The 16-bit type: Triton's interpreter, on a CPU, does not multiply bf16."""
+        return torch.float16 if self.smoke else torch.bfloat16
 
     @property
     def kind(self) -> Kind:
         return "fp8" if self.fp8 else "half"
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of one weight."""
-        return 1 if self.fp8 else 2
-
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.empty(*shape, device=self.device, dtype=self.dtype).normal_(0, std)
 
-    def weight(self, experts: int, up: bool) -> Weight:
-        """Return random weights of the up or the down products of so many experts."""
-        outputs, inputs = (2 * self.wide, self.hidden) if up else (self.hidden, self.wide)
-        values = self.normal(experts, outputs, inputs, std=inputs**-0.5)
-        if not self.fp8:
-            return Weight(values, None)
-        rounded = [quantize_per_token_reference(one, FP8) for one in values]
-        return Weight(
-            torch.stack([one.values for one in rounded]), torch.stack([one.scales.flatten() for one in rounded])
-        )
+    def layer(self) -> moe.Experts:
+        """Return a layer with random weights."""
+        held: dict[str, Any] = {}
+        for name, outputs, inputs in (("w13", 2 * self.wide, self.hidden), ("w2", self.hidden, self.wide)):
+            held[name] = self.normal(self.experts, outputs, inputs, std=inputs**-0.5)
+            if self.fp8:
+                rounded = [quantize_per_token_reference(one, torch.float8_e4m3fn) for one in held[name]]
+                held[name] = torch.stack([one.values for one in rounded])
+                held[f"{name}_scale"] = torch.stack([one.scales.flatten() for one in rounded])
+        router = self.normal(self.experts, self.hidden, std=self.hidden**-0.5)
+        ones = torch.ones(self.hidden, device=self.device, dtype=self.dtype)
+        return moe.Experts(ones, 1e-6, router, top_k=self.top_k, renormalize=True, **held)
 
 
-class Weight(NamedTuple):
-    """Holds the weights of all experts' up or down products."""
-
-    values: Tensor
-    """# [experts, outputs, inputs]"""
-    scale: Tensor | None
-    """# [experts, outputs]"""
-
-    def expert(self, index: int) -> Tensor:
-        """Return one expert's weight, # [outputs, inputs] fp32."""
-        one = self.values[index].float()
-        return one if self.scale is None else one * self.scale[index, :, None]
-
-
-class Product(NamedTuple):
-    """Names one of a layer's two products and its tile. A block_m of 1 serves pairs of token and expert one by one."""
-
-    block_m: int
-    up: bool
-    tile: Tile
-
-    def __str__(self) -> str:
-        return f"block_m {self.block_m} {'up' if self.up else 'down'} {short(self.tile)}"
-
-
-def candidates(sizes: Sizes, tokens: int) -> list[Product]:
-    """Return the products to try at so many tokens. In fp8, tiles have as many bytes, in rows twice as long."""
-    tried: list[tuple[int, list[Tile], list[Tile]]] = []
+def choices(sizes: Sizes, tokens: int) -> Choices:
+    """Return the tiles to try at so many tokens. In fp8, tiles have as many bytes, in rows twice as long."""
+    tried: Choices = {}
     if tokens <= 4:
-        tried.append((1, FEW_UP, FEW_DOWN))
+        tried[1] = FEW_UP, FEW_DOWN
     if 1 < tokens <= 128:
-        tried.append((16, SMALL_UP, SMALL_DOWN))
+        tried[16] = SMALL_UP, SMALL_DOWN
     if 32 <= tokens <= 256:
-        tried.append((32, SMALL_UP, SMALL_DOWN))
+        tried[32] = SMALL_UP, SMALL_DOWN
     if 128 <= tokens <= 2048:
-        tried.append((64, BIG_UP[64], BIG_DOWN[64]))
+        tried[64] = BIG_UP[64], BIG_DOWN[64]
     if tokens >= 512:
-        tried.append((128, BIG_UP[128], BIG_DOWN[128]))
-    made = []
-    for block_m, *both in tried:
-        for up, choices in zip((True, False), both, strict=True):
-            choices = choices[:1] if sizes.smoke else choices
-            if sizes.fp8 and block_m > 1:
-                choices = [replace(tile, block_k=2 * tile.block_k) for tile in choices]
-            elif sizes.fp8:
-                choices = [*choices, *(replace(tile, block_n=2 * tile.block_n) for tile in choices)]
-            products = [Product(block_m, up, tile) for tile in choices]
-            made += [product for product in products if sizes.smoke or fits(sizes, product)]
-    return made
+        tried[128] = BIG_UP[128], BIG_DOWN[128]
+
+    def fitting(block_m: int, up: bool, tiles: list[Tile]) -> list[Tile]:
+        if sizes.smoke:
+            return tiles[:1]
+        if sizes.fp8 and block_m == 1:
+            tiles = [*tiles, *(replace(tile, block_n=2 * tile.block_n) for tile in tiles)]
+        elif sizes.fp8:
+            tiles = [replace(tile, block_k=2 * tile.block_k) for tile in tiles]
+        row = 1 if sizes.fp8 else 2
+        return [
+            tile
+            for tile in tiles
+            if block_m == 1
+            or tile.num_stages * ((2 if up else 1) * tile.block_n + block_m) * tile.block_k * row <= SHARED_MEMORY
+        ]
+
+    return {m: (fitting(m, True, ups), fitting(m, False, downs)) for m, (ups, downs) in tried.items()}
 
 
-def fits(sizes: Sizes, product: Product) -> bool:
-    """Tell whether the buffers fit into shared memory; one by one, none are kept there."""
-    block_m, up, tile = product
-    rows = (2 if up else 1) * tile.block_n + block_m
-    return block_m == 1 or tile.num_stages * rows * tile.block_k * sizes.weight_bytes <= SHARED_MEMORY
+def attempt(sizes: Sizes, config: MoeConfig) -> str:
+    """Compile a layer of few experts; return why it cannot run, or nothing."""
+    try:
+        few = replace(sizes, experts=max(8, sizes.top_k))
+        moe.fused_moe(few.normal(2, few.hidden), few.layer(), config=config)
+        torch.cuda.synchronize()
+    except Exception as error:  # not every configuration fits the chip
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return ""
 
 
-def launch(sizes: Sizes, product: Product, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor) -> None:
-    """Run one product, with the rounding of x before it. Down one by one adds to `out`; all else overwrites it."""
-    (block_m, up, tile), (values, scale) = product, weight
-    n, k = (sizes.wide, sizes.hidden) if up else (sizes.hidden, sizes.wide)
-    blocks = -(-n // tile.block_n)
-    common: dict[str, Any] = {"N": n, "K": k, "TOP_K": sizes.top_k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    common |= {"num_warps": tile.num_warps, **overlap()}
-    gates = moe.gate_options(None)
-    if block_m > 1:
-        count = routing.tiles.shape[1]
-        rounded, x_scale, *_ = (x, None) if scale is None else quantize_per_token(x, values.dtype)
-        moe_kernels.tiles_kernel[(count * blocks,)](
-            out, rounded, x_scale, values, scale, None, routing.order, routing.tiles, count,
-            GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **gates, **common,
-        )  # fmt: skip
-    elif up:
-        moe_kernels.up_one_by_one_kernel[(blocks, out.shape[0])](
-            out, x, values, scale, None, routing.ids, VECTOR=vector_of(values), **gates, **common
-        )
-    else:
-        moe_kernels.down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
-            out, x, values, scale, None, routing.ids, routing.weights, out, None, None, 0, None, None, None,
-            MEMBERS=tile.group, VECTOR=vector_of(values), **common,
-        )  # fmt: skip
-
-
-def route(sizes: Sizes, logits: Tensor, block_m: int) -> moe_route.Routing:
-    return moe_route.route(logits, sizes.top_k, True, 0 if block_m == 1 else block_m)
-
-
-def launch_once(sizes: Sizes, product: Product) -> None:
-    """Compile one product, with few experts."""
-    experts, tokens = max(8, sizes.top_k), 2
-    pairs, one_by_one = tokens * sizes.top_k, product.block_m == 1
-    routing = route(sizes, sizes.normal(tokens, experts), product.block_m)
-    if product.up:
-        x, out = sizes.normal(tokens, sizes.hidden), sizes.normal(pairs, sizes.wide)
-    else:
-        x, out = sizes.normal(pairs, sizes.wide), sizes.normal(tokens if one_by_one else pairs, sizes.hidden)
-    launch(sizes, product, x, sizes.weight(experts, product.up), routing, out)
+def without_bad(sizes: Sizes, tried: Choices, processes: int) -> Choices:
+    """Compile all tiles in processes of their own, which fills Triton's cache on disk; return those that run."""
+    jobs = [(m, True, MoeConfig(m, up, downs[0])) for m, (ups, downs) in tried.items() for up in ups]
+    jobs += [(m, False, MoeConfig(m, ups[0], down)) for m, (ups, downs) in tried.items() for down in downs]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        problems = list(pool.map(partial(attempt, sizes), [config for *_, config in jobs], chunksize=4))
+    good: Choices = {m: ([], []) for m in tried}
+    for (m, up, config), problem in zip(jobs, problems, strict=True):
+        if problem:
+            print(f"  {config} cannot run: {problem}")
+        else:
+            good[m][0 if up else 1].append(config.up if up else config.down)
+    return good
 
 
 def short(tile: Tile) -> str:
@@ -239,132 +196,64 @@ def short(tile: Tile) -> str:
     return f"Tile({tile.block_n}, {tile.block_k}, {tile.num_warps}, {tile.num_stages}{more})"
 
 
-class Layer:
-    """Holds the weights of SETS layers, and a router for each batch."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.sets = 1 if sizes.smoke else SETS
-        self.weights = {up: [sizes.weight(sizes.experts, up) for _ in range(self.sets)] for up in (True, False)}
-        self.routers = sizes.normal(4 * SETS, sizes.experts, sizes.hidden, std=sizes.hidden**-0.5)
-        self.ones = torch.ones(sizes.hidden, device=sizes.device, dtype=sizes.dtype)
-
-    def experts(self, i: int) -> moe.Experts:
-        w13, w2 = (self.weights[up][i % self.sets] for up in (True, False))
-        return moe.Experts(
-            self.ones, 1e-6, self.routers[i], w13.values, w2.values, self.sizes.top_k, True,
-            w13_scale=w13.scale, w2_scale=w2.scale,
-        )  # fmt: skip
+def said(config: MoeConfig) -> str:
+    return f"MoeConfig({config.block_m}, {short(config.up)}, {short(config.down)})"
 
 
 class Batch:
-    """Holds so many tokens, several times over: other inputs read other weights, so that no cache holds them."""
+    """Holds so many tokens, once for each layer: other inputs read other weights, so that no cache holds them."""
 
-    def __init__(self, layer: Layer, tokens: int) -> None:
-        self.layer, self.sizes, self.tokens = layer, layer.sizes, tokens
-        sizes = self.sizes
-        count = layer.sets * (4 if tokens <= 2 else 1)
-        self.xs = [rms_norm_reference(sizes.normal(tokens, sizes.hidden), layer.ones, 1e-6) for _ in range(count)]
-        self.logits = [x @ layer.routers[i].t() for i, x in enumerate(self.xs)]
-        chosen = [moe_route.route_reference(logits, sizes.top_k, True) for logits in self.logits]
-        self.distinct = statistics.mean(int(one.ids.unique().numel()) for one in chosen)
-        self.chosen = chosen[0]
-        self.inner, self.outer, self.out = self.reference()
-        self.down_bytes = self.distinct * sizes.wide * sizes.hidden * sizes.weight_bytes
-        """of the experts' down products; up takes twice as many"""
+    def __init__(self, sizes: Sizes, layers: Sequence[moe.Experts], tokens: int) -> None:
+        self.sizes, self.tokens = sizes, tokens
+        self.inputs = [(sizes.normal(tokens, sizes.hidden), layer) for layer in layers]
+        self.sums = torch.zeros(tokens, sizes.hidden, device=sizes.device, dtype=sizes.dtype)
 
-    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return in fp32: inner [pairs, wide], outer [pairs, hidden] of the rounded inner, and out [T, hidden]."""
-        sizes, ids, x = self.sizes, self.chosen.ids, self.xs[0]
-        flat = ids.flatten()
-        inner = torch.empty(len(flat), sizes.wide, device=sizes.device)
-        outer = torch.empty(len(flat), sizes.hidden, device=sizes.device)
-        w13, w2 = (self.layer.weights[up][0] for up in (True, False))
-        for expert in flat.unique().tolist():
-            rows = (flat == expert).nonzero()[:, 0]
-            gate, up = (x[rows // sizes.top_k].float() @ w13.expert(expert).t()).chunk(2, -1)
-            inner[rows] = F.silu(gate) * up
-            outer[rows] = inner[rows].to(sizes.dtype).float() @ w2.expert(expert).t()
-        return inner, outer, (outer.view(*ids.shape, sizes.hidden) * self.chosen.weights[..., None]).sum(1)
+    def error(self, config: MoeConfig) -> float:
+        """Return how far the first layer is from fp32, over tokens that go to the same experts there."""
+        x, layer = self.inputs[0]
+        wide = {name: getattr(layer, name).float() for name in ("norm_weight", "router")}
+        wide |= {} if self.sizes.fp8 else {"w13": layer.w13.float(), "w2": layer.w2.float()}
+        expected, chosen = moe.fused_moe_reference(x.float(), replace(layer, **wide), config=config)
+        out, ids = moe.fused_moe(x, layer, config=config)
+        same = (ids == chosen).all(1)
+        return relative_error(out[same], expected[same])
 
-    def seconds(self, calls: list[Callable[[], object]]) -> float:
+    def seconds(self, config: MoeConfig | None) -> float:
+        calls = [partial(moe.fused_moe, x, layer, None, self.sums, config) for x, layer in self.inputs]
         return graph_seconds(calls * (1 if self.tokens >= 1024 else 2), repeats=7)
 
-    def products(self, tried: list[Product]) -> list[tuple[float, Tile]]:
-        """Time products of one block_m and direction; return (seconds, tile) of those that agree with fp32, fastest
-        first."""
-        sizes, (block_m, up, _) = self.sizes, tried[0]
-        one_by_one, weights = block_m == 1, self.layer.weights[up]
-        routings = [route(sizes, logits, block_m) for logits in self.logits]
-        if up:
-            sources, exact = self.xs, self.inner
-        else:
-            sources, exact = [self.inner.to(sizes.dtype)] * len(self.xs), self.out if one_by_one else self.outer
-        bound = INEXACT_FP8 if sizes.fp8 and not one_by_one else INEXACT
-        target = torch.empty(exact.shape, device=sizes.device, dtype=sizes.dtype)
+    def fastest(self, configs: list[MoeConfig]) -> list[tuple[float, MoeConfig]]:
+        """Time configurations; return those that agree with fp32, the fastest first."""
         rows = []
-        for product in tried:
-            target.fill_(0.0 if one_by_one and not up else float("nan"))
-            launch(sizes, product, sources[0], weights[0], routings[0], target)
-            if not (wrong := relative_error(target, exact)) < bound:
-                print(f"  WRONG {product}: {wrong:.1e}", flush=True)
-                continue
-            calls: list[Callable[[], object]] = [
-                partial(launch, sizes, product, source, weights[i % self.layer.sets], routings[i], target)
-                for i, source in enumerate(sources)
-            ]
-            rows.append((self.seconds(calls), product.tile))
-        rows.sort(key=lambda row: row[0])
-        told = " | ".join(f"{self.rate((2 if up else 1), time)} {short(tile)}" for time, tile in rows[:4])
-        print(f"  block_m {block_m} {'up' if up else 'down'}: {told}", flush=True)
-        return rows
-
-    def rate(self, times_down: int, seconds: float) -> str:
-        return f"{1e6 * seconds:.1f} us {times_down * self.down_bytes / seconds / 1e9:.0f} GB/s"
-
-    def layers(self, best: dict[int, dict[bool, list[Tile]]]) -> list[tuple[float, MoeConfig, str]]:
-        """Time whole layers of the best ups and downs of each block_m, and of the table's entry; fastest first."""
-        sizes, layer, rows = self.sizes, self.layer, []
-        scratch = torch.zeros(self.tokens, sizes.hidden, device=sizes.device, dtype=sizes.dtype)
-
-        def seconds(config: MoeConfig | None) -> float:
-            return self.seconds(
-                [partial(moe.fused_moe, x, layer.experts(i), None, scratch, config) for i, x in enumerate(self.xs)]
-            )
-
-        for block_m, both in best.items():
-            for config in (MoeConfig(block_m, up, down) for up in both[True] for down in both[False]):
-                got, ids = moe.fused_moe(self.xs[0], layer.experts(0), config=config)
-                same = (ids == self.chosen.ids).all(1)  # the others' logits are too close to tell
-                rows.append((seconds(config), config, f"error {relative_error(got[same], self.out[same]):.1e}"))
-        now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, sizes.kind, "cuda")
-        rows.append((seconds(None), now, "the table's"))
+        for config in configs:
+            rounds = self.sizes.fp8 and config.block_m > 1
+            if (wrong := self.error(config)) < (INEXACT_FP8 if rounds else INEXACT):
+                rows.append((self.seconds(config), config))
+            else:
+                print(f"  WRONG {said(config)}: {wrong:.1e}", flush=True)
         return sorted(rows, key=lambda row: row[0])
 
 
 def tune(sizes: Sizes, counts: list[int], processes: int) -> list[dict[str, Any]]:
     """Tune each number of tokens; print what to paste, and return the timed layers."""
-    jobs = sorted({product for count in counts for product in candidates(sizes, count)}, key=str)
-    bad = set() if sizes.smoke else compile_all(partial(launch_once, sizes), jobs, processes)
     torch.manual_seed(0)
-    layer = Layer(sizes)
+    layers = [sizes.layer() for _ in range(1 if sizes.smoke else LAYERS)]
     best: dict[int, MoeConfig] = {}
     results = []
     for count in counts:
-        batch = Batch(layer, count)
-        print(f"\n{count} tokens, {batch.distinct:.1f} distinct experts", flush=True)
-        tried = [product for product in candidates(sizes, count) if product not in bad]
-        fastest: dict[int, dict[bool, list[Tile]]] = {}
-        for block_m, up in dict.fromkeys((product.block_m, product.up) for product in tried):
-            rows = batch.products([one for one in tried if (one.block_m, one.up) == (block_m, up)])
-            fastest.setdefault(block_m, {True: [], False: []})[up] = [tile for _, tile in rows[:2]]
-        layers = batch.layers(fastest)
-        for time, config, label in layers[:4] + [row for row in layers[4:] if row[2] == "the table's"]:
-            told = f"block_m {config.block_m} {short(config.up)} {short(config.down)}: {label}"
-            print(f"  layer {batch.rate(3, time)} {told}", flush=True)
-        best[count] = layers[0][1]
-        timed = [{"us": 1e6 * time, "config": str(config), "said": said} for time, config, said in layers]
-        results.append({"tokens": count, "experts": batch.distinct, "layers": timed})
+        tried = choices(sizes, count)
+        tried = tried if sizes.smoke else without_bad(sizes, tried, processes)
+        batch, rows = Batch(sizes, layers, count), list[tuple[float, MoeConfig]]()
+        for block_m, (ups, downs) in tried.items():
+            by_up = batch.fastest([MoeConfig(block_m, up, downs[0]) for up in ups])
+            rows += batch.fastest([MoeConfig(block_m, by_up[0][1].up, down) for down in downs])
+        rows.sort(key=lambda row: row[0])
+        best[count] = rows[0][1]
+        now = pick_moe_config(count, sizes.top_k, sizes.experts, sizes.kind, "cuda")
+        print(f"\n{count} tokens; the table's: {1e6 * batch.seconds(None):.1f} us, {said(now)}")
+        for time, config in rows[:4]:
+            print(f"  {1e6 * time:.1f} us, {said(config)}", flush=True)
+        results.append({"tokens": count, "layers": [{"us": 1e6 * time, "config": said(c)} for time, c in rows]})
     paste(best, sizes)
     return results
 
@@ -375,14 +264,13 @@ def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
     if few := [count for count, config in best.items() if config.block_m == 1]:
         config = best[few[0]]
         print(f'FEW_TOKENS["cuda", "{sizes.kind}"] = {max(few)}')
-        print(f'FEW["cuda", "{sizes.kind}"] = MoeConfig(1, {short(config.up)}, {short(config.down)})')
+        print(f'FEW["cuda", "{sizes.kind}"] = {said(config)}')
     many = [(count, config) for count, config in best.items() if config.block_m > 1]
     print(f'MANY["cuda", "{sizes.kind}"] = (')
     for number, (count, config) in enumerate(many):
         last = number == len(many) - 1
         bound = 'float("inf")' if last else f"{count * sizes.top_k / sizes.experts:g}"
-        launches = f"MoeConfig({config.block_m}, {short(config.up)}, {short(config.down)})"
-        print(f"    ({bound}, {launches}),  # {count} tokens")
+        print(f"    ({bound}, {said(config)}),  # {count} tokens")
     print(")")
 
 
@@ -395,7 +283,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hidden", type=int, default=2048)
     made.add_argument("--wide", type=int, default=768, help="inner size of an expert, as a rank has it")
     made.add_argument("--fp8", action="store_true", help="weights in fp8")
-    add_common_flags(made)
+    made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
+    made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     return made
 
 

@@ -1,10 +1,18 @@
-"""Runs prompts on an engine of this process, and reaches into it."""
+"""Runs prompts on an engine of this process, reaches into it, and builds layers without one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from headrace import LLM, SamplingParams
+from headrace.attention.table import load_backend, select_backend
+from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.table import select_kernels
+from headrace.layers.context import LayerContext
+from headrace.model_config import ModelConfig
+from headrace.models.registry import attention_specs
 
 
 def greedy_tokens(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -17,3 +25,10 @@ def runner_of(llm: LLM) -> Any:
     """Return the model runner."""
     executor: Any = llm._core._executor
     return executor._worker.runner
+
+
+def context_for(config: ModelConfig, device: torch.device, ranks: int = 1) -> LayerContext:
+    """Return what layers are built with in bfloat16, on the first of `ranks`."""
+    specs = attention_specs(config, tp_size=ranks, block_size=16, dtype="bfloat16", device_type=device.type)
+    backend = load_backend(select_backend(specs).name)
+    return LayerContext(Mesh(Group(0, ranks)), select_kernels(device.type), backend, specs, torch.bfloat16, device)

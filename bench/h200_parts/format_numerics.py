@@ -23,17 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h200_parts import models
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
-from h200_parts.models import (
-    GPT_OSS_20B,
-    GPTQ,
-    LLAMA_8B,
-    NVFP4_TENSOR,
-    QWEN3_30B_A3B,
-    compressed,
-    floats,
-    integers,
-)
+from h200_parts.models import AWQ, BLOCKS, GPTQ, INT8, NVFP4, compressed, floats, integers
 from h200_parts.numerics import PLAIN, compare
 from h200_parts.run import Run
 from headrace.config import EngineConfig
@@ -71,13 +63,8 @@ SMALL = {
 }  # fmt: skip
 TOY = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 4}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
-INT8 = compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True))
 FP8 = compressed("float-quantized", floats("channel"), floats("token", dynamic=True))
-W4A16 = compressed("pack-quantized", integers(4, "group", GROUP))
-NVFP4 = compressed("nvfp4-pack-quantized", NVFP4_TENSOR)
 MXFP4_WEIGHT = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 DENSE: dict[str, dict[str, Any]] = {
     "awq": AWQ,
@@ -87,11 +74,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "gptq-8bit": GPTQ | {"bits": 8},
     "w4a16-32": compressed("pack-quantized", integers(4, "group", 32)),
     "w4a16-actorder": compressed("pack-quantized", integers(4, "group", GROUP, actorder="group")),
-    "w8a16": compressed("pack-quantized", integers(8, "channel")),
+    "w8a16": models.W8A16,
     "int8": INT8,
     "int8-static": compressed("int-quantized", integers(8, "tensor"), integers(8, "tensor")),
     "fp8": FP8,
-    "fp8-static": compressed("float-quantized", floats("tensor"), floats("tensor")),
+    "fp8-static": models.STATIC_FP8,
     "fp8-block": BLOCKS,
     "mxfp8": MODELOPT | {"quant_algo": "MXFP8"},
     "modelopt-awq": MODELOPT | {"quant_algo": "W4A16_AWQ", "group_size": GROUP},
@@ -101,19 +88,19 @@ DENSE: dict[str, dict[str, Any]] = {
     "mxfp4": compressed("mxfp4-pack-quantized", MXFP4_WEIGHT),
 }
 """name -> quantization_config of a Llama's linears"""
-SPARSE = {"awq": AWQ, "w4a16": W4A16, "int8": INT8, "fp8": FP8, "fp8-block": BLOCKS, "nvfp4": NVFP4}
+SPARSE = {"awq": AWQ, "w4a16": models.W4A16, "int8": INT8, "fp8": FP8, "fp8-block": BLOCKS, "nvfp4": NVFP4}
 """name -> quantization_config of a Qwen3-MoE's linears and experts"""
 
 
 def configs(toy: bool) -> dict[str, dict[str, Any]]:
     """Return config.json of each model."""
     small = SMALL | (TOY if toy else {})
-    found = {name: LLAMA_8B | small | {"quantization_config": held} for name, held in DENSE.items()}
-    sparse = QWEN3_30B_A3B | small | EXPERTS | ({"moe_intermediate_size": 256} if toy else {})
+    found = {name: models.LLAMA_8B | small | {"quantization_config": held} for name, held in DENSE.items()}
+    sparse = models.QWEN3_30B_A3B | small | EXPERTS | ({"moe_intermediate_size": 256} if toy else {})
     found |= {f"experts-{name}": sparse | {"quantization_config": held} for name, held in SPARSE.items()}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * (small["num_hidden_layers"] // 2)}
-    scaling = {"rope_scaling": GPT_OSS_20B["rope_scaling"], "num_local_experts": 4, "num_experts_per_tok": 4}
-    return found | {"gpt-oss": GPT_OSS_20B | small | scaling | kinds}
+    scaling = {"rope_scaling": models.GPT_OSS_20B["rope_scaling"], "num_local_experts": 4, "num_experts_per_tok": 4}
+    return found | {"gpt-oss": models.GPT_OSS_20B | small | scaling | kinds}
 
 
 def format_numerics_cases(run: Run) -> None:

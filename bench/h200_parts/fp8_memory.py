@@ -15,17 +15,13 @@ from safetensors.torch import load_file
 from timing import relative_error
 from torch import Tensor
 
+from h200_parts.engines import context_for
 from h200_parts.models import LLAMA_8B, TOY
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
-from headrace.attention.table import load_backend, select_backend
-from headrace.distributed.mesh import Mesh
-from headrace.kernels.table import select_kernels
-from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs
 
 MOST = 1.1
 """times the weights"""
@@ -65,9 +61,6 @@ def load(
 ) -> tuple[Any, float, str]:
     """Return (model, peak / weights, a line about it). On the CPU nothing is measured."""
     gpu = device.type == "cuda"
-    specs = attention_specs(config, tp_size=1, block_size=16, dtype="bfloat16", device_type=device.type)
-    backend = load_backend(select_backend(specs).name)
-    context = LayerContext(Mesh(), select_kernels(device.type), backend, specs, torch.bfloat16, device)
     before = 0
     if gpu:
         torch.cuda.empty_cache()
@@ -75,7 +68,7 @@ def load(
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    model = load_model(folder, config, context, load_format, 0, quantization)
+    model = load_model(folder, config, context_for(config, device), load_format, 0, quantization)
     if not gpu:
         return model, 0.0, "not measured on a CPU"
     torch.cuda.synchronize()

@@ -84,8 +84,15 @@ def floats(strategy: str, dynamic: bool = False) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+STATIC_FP8 = compressed("float-quantized", floats("tensor"), floats("tensor"))
+INT8 = compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True))
+W4A16 = compressed("pack-quantized", integers(4, "group", 128))
+W8A16 = compressed("pack-quantized", integers(8, "channel"))
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NVFP4_TENSOR = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+NVFP4 = compressed("nvfp4-pack-quantized", NVFP4_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -127,27 +134,11 @@ LISTED = (
     BenchModel("fp8", "Llama-3.1-8B fp8", LLAMA_8B, quantization="fp8"),
     BenchModel("moe", "Qwen3-30B-A3B bf16", QWEN3_30B_A3B),
     BenchModel("moe-fp8", "Qwen3-30B-A3B fp8", QWEN3_30B_A3B, quantization="fp8"),
-    BenchModel(
-        "awq", "Llama-3.1-8B AWQ, group 128", LLAMA_8B,
-        checkpoint={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-    ),
-    BenchModel(
-        "moe-int4", "Qwen3-30B-A3B W4A16, group 128", QWEN3_30B_A3B,
-        checkpoint=compressed("pack-quantized", integers(4, "group", 128)),
-    ),
-    BenchModel(
-        "fp8-static", "Llama-3.1-8B FP8, static scales", LLAMA_8B,
-        checkpoint=compressed("float-quantized", floats("tensor"), floats("tensor")),
-    ),
-    BenchModel(
-        "fp8-block", "Llama-3.1-8B FP8, 128 x 128 blocks", LLAMA_8B,
-        checkpoint={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    ),
-    BenchModel(
-        "int8", "Llama-3.1-8B W8A8 INT8", LLAMA_8B,
-        checkpoint=compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True)),
-        batches=(1,),
-    ),
+    BenchModel("awq", "Llama-3.1-8B AWQ, group 128", LLAMA_8B, checkpoint=AWQ),
+    BenchModel("moe-int4", "Qwen3-30B-A3B W4A16, group 128", QWEN3_30B_A3B, checkpoint=W4A16),
+    BenchModel("fp8-static", "Llama-3.1-8B FP8, static scales", LLAMA_8B, checkpoint=STATIC_FP8),
+    BenchModel("fp8-block", "Llama-3.1-8B FP8, 128 x 128 blocks", LLAMA_8B, checkpoint=BLOCKS),
+    BenchModel("int8", "Llama-3.1-8B W8A8 INT8", LLAMA_8B, checkpoint=INT8, batches=(1,)),
     BenchModel("gpt-oss-20b", "gpt-oss-20b MXFP4", GPT_OSS_20B),
     BenchModel("gpt-oss-120b", "gpt-oss-120b MXFP4", GPT_OSS_120B, batches=(1, 32)),
     *(
@@ -156,9 +147,9 @@ LISTED = (
             ("gptq", "GPTQ, group 128", GPTQ),
             ("gptq-8bit", "GPTQ 8 bit", GPTQ | {"bits": 8}),
             ("gptq-desc-act", "GPTQ desc_act", GPTQ | {"desc_act": True}),
-            ("w4a16", "W4A16, group 128", compressed("pack-quantized", integers(4, "group", 128))),
-            ("w8a16", "W8A16", compressed("pack-quantized", integers(8, "channel"))),
-            ("nvfp4", "NVFP4", compressed("nvfp4-pack-quantized", NVFP4_TENSOR)),
+            ("w4a16", "W4A16, group 128", W4A16),
+            ("w8a16", "W8A16", W8A16),
+            ("nvfp4", "NVFP4", NVFP4),
         )
     ),
 )  # fmt: skip

@@ -16,9 +16,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 @pytest.mark.parametrize(
     ("script", "flags", "for_one_token"),
     [
-        ("tune_linears.py", ["--out", "table.json"], "fp8 64x96 1 tokens"),
-        ("tune_experts.py", [], "block_m 1 down"),
-        pytest.param("tune_experts.py", ["--fp8"], "block_m 1 down", marks=pytest.mark.slow),
+        ("tune_experts.py", [], 'FEW["cuda", "half"] = MoeConfig(1, '),
+        pytest.param("tune_experts.py", ["--fp8"], 'FEW["cuda", "fp8"] = MoeConfig(1, ', marks=pytest.mark.slow),
         ("time_kernels.py", [], "kernels/attention.py, e5m2:"),
         ("check_kernels.py", [], " 0 failed"),
     ],
