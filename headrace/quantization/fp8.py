@@ -13,19 +13,18 @@ checkpoint brings a scale of activations for each expert, the largest counts, as
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, quantize_per_token_reference
+from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding
 from headrace.kernels.packed import PackedWeight, pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.kernels.tiled import tile, why_not_tiled
@@ -38,80 +37,19 @@ from headrace.quantization.scheme import (
     HeldExperts,
     LinearSpec,
     Multiply,
-    Part,
     Scheme,
-    Slot,
     Weights,
 )
-from headrace.quantization.stored import (
-    AT_ONCE,
-    NarrowLayout,
-    Numbers,
-    StoredLayout,
-    largest_of_ranks,
-    of_e4m3fn,
-    widen,
-)
-from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
-
-
-class RoundedLayout:
-    """Rounds an unquantized checkpoint while it loads; keeps `weight` [out, in] fp8 and `weight_scale` [out] fp32."""
-
-    numbers: Numbers = "fp8"
-    rounds = True
-
-    def held_block(self, spec: LinearSpec) -> tuple[int, int]:
-        return (0, 0)
-
-    def whole_groups(self, spec: LinearSpec) -> bool:
-        return True
-
-    def __init__(self, per_channel: bool) -> None:
-        """Take a scale an output if `per_channel`, else one a tensor of the checkpoint, repeated for its outputs."""
-        self.per_channel = per_channel
-
-    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
-        shape = (*experts, spec.out_features)
-        return {
-            "weight": torch.empty(*shape, spec.in_features, dtype=fp8_dtype(device), device=device),
-            "weight_scale": torch.empty(shape, dtype=torch.float32, device=device),
-            **empty_bias(spec, device, experts),
-        }
-
-    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
-        for part in spec.parts:
-            weight, scales = (weights[name][rows_of(part)] for name in ("weight", "weight_scale"))
-            store = partial(self._store, weight, scales, spec.dtype)
-            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weight, False, store, spec.dtype)
-            yield from bias_slot(spec, part, weights)
-
-    def _store(self, weight: Tensor, scales: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-        """Quantize values [n, k] into weight [n, k] and scales [n]."""
-        values = values.to(dtype).to(weight.device)
-        largest = None if self.per_channel else torch.linalg.vector_norm(values, float("inf"))
-        step = max(1, AT_ONCE // values.shape[1])
-        for start in range(0, values.shape[0], step):
-            rows = slice(start, start + step)
-            quantized = quantize_per_token_reference(values[rows], weight.dtype, largest)
-            weight[rows] = quantized.values
-            scales[rows] = quantized.scales[:, 0]
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
-        return Rounding(weights["weight"].dtype, over_ranks=largest_of_ranks(spec, weights))
-
-    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        return widen(spec, weights)
+from headrace.quantization.stored import StoredLayout, of_e4m3fn
+from headrace.quantization.unquantized import PlainProduct
 
 
 class RoundingProduct:
     """Rounds activations to 8 bits as the layout says, multiplies narrow numbers, and multiplies the sums by both
     scales."""
 
-    def __init__(self, layout: NarrowLayout, made_at_load: bool = False) -> None:
+    def __init__(self, layout: StoredLayout) -> None:
         self.layout = layout
-        self.made_at_load = made_at_load
-        """Linears may stay unquantized, and a GPU without such arithmetic is refused."""
         self.plain = PlainProduct()
         """multiplies what is widened, on a CPU after rounding"""
         self.tables: dict[gpu_linear.Size, GemmTable] = {}
@@ -138,7 +76,7 @@ class RoundingProduct:
             return ""
         if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
-            if self.made_at_load:
+            if self.layout.made_at_load:
                 raise ConfigError(
                     f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
                 )
@@ -146,7 +84,7 @@ class RoundingProduct:
         return ""
 
     def refusal(self, spec: LinearSpec) -> str:
-        return _odd_sizes(spec) if self.made_at_load else ""
+        return _odd_sizes(spec) if self.layout.made_at_load else ""
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
         return None if self._is_plain(spec) else self.layout.rounding(spec, weights)
@@ -254,32 +192,19 @@ def _odd_sizes(spec: LinearSpec) -> str:
 
 
 def fp8(format: WeightFormat, per_channel: bool) -> Scheme:
-    """Return a new scheme for weights with a scale an output if `per_channel`, else a scale a tensor."""
-    layout = RoundedLayout(per_channel)
-    return Scheme(format, layout, RoundingProduct(layout, made_at_load=True))
+    """Return a new scheme for weights made at load, with a scale an output if `per_channel`, else a scale a tensor."""
+    return stored(format, "fp8", "channel" if per_channel else "tensor", made_at_load=True)
 
 
 def stored(
     format: WeightFormat,
+    numbers: Literal["fp8", "int8"],
     scale: str,
     scale_name: str = "weight_scale",
     activations: str = "token",
-    block: tuple[int, int] = (128, 128),
-    bound: float = math.inf,
+    **more: Any,
 ) -> Scheme:
-    """Return a new scheme for weights that the checkpoint holds in e4m3, with tensors named as StoredLayout says."""
-    layout = StoredLayout(torch.float8_e4m3fn, scale, scale_name, activations, block, bound=bound)
-    return Scheme(format, layout, RoundingProduct(layout))
-
-
-def int8(
-    format: WeightFormat,
-    scale: str = "channel",
-    activations: str = "token",
-    symmetric: bool = True,
-    scale_name: str = "weight_scale",
-) -> Scheme:
-    """Return a new scheme for weights in int8, named as StoredLayout says; `symmetric` False: activations have zero
-    points."""
-    layout = StoredLayout(torch.int8, scale, scale_name, activations, symmetric=symmetric)
+    """Return a new scheme for weights in e4m3 or int8, with the fields of a StoredLayout."""
+    dtype = torch.int8 if numbers == "int8" else torch.float8_e4m3fn
+    layout = StoredLayout(dtype, scale, scale_name, activations, **more)
     return Scheme(format, layout, RoundingProduct(layout))

@@ -9,7 +9,7 @@ A rank reads the words that hold its codes, and cuts what it does not need after
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -37,27 +37,6 @@ LEAST_GROUP = 16
 """inputs that kernels read at once, of which groups must be multiples"""
 UNKNOWN = -1
 """group of a column where a checkpoint names none: groups are then neighbouring columns"""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Describes one tensor of a part: its shape in the checkpoint, the slice of it that a rank reads, its types."""
-
-    name: str
-    shape: tuple[int, ...]
-    source: tuple[slice, ...]
-    dtype: torch.dtype
-    types: tuple[str, ...]
-    fill: int | None = None
-    """its value where the checkpoint lacks it; None: it must be there"""
-    dummy: float | None = None
-    """its value in a model of dummy weights; None: random numbers"""
-    is_scale: bool = False
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The shape of the slice."""
-        return tuple(cut.stop - cut.start for cut in self.source)
 
 
 @dataclass(frozen=True)
@@ -99,26 +78,21 @@ class IntegerLayout:
         weights = empty_bias(spec, device, experts)
         weights["scale_types"] = torch.zeros(*experts, len(spec.parts), dtype=torch.uint8, device=device)
         for index, part in enumerate(spec.parts):
-            for one in self._stored(part):
-                made = torch.empty(*experts, *one.held, dtype=one.dtype, device=device)
-                weights[f"{index}.{one.name}"] = made if one.fill is None else made.fill_(one.fill)
+            for name, slot in self._slots_of(part):
+                held = (cut.stop - cut.start for cut in slot.source)
+                weights[f"{index}.{name}"] = made = torch.empty(*experts, *held, dtype=slot.dtype, device=device)
+                if slot.optional:
+                    made.fill_(UNKNOWN if name == self.spelling.groups else MIDDLES)
         if self.spelling.smoothed:
             weights["smoothing"] = empty_smoothing(spec, device, experts)
         return weights
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         for index, part in enumerate(spec.parts):
-            for one in self._stored(part):
-                held = weights[f"{index}.{one.name}"]
-                store = partial(_store_scales, held, weights["scale_types"][index]) if one.is_scale else None
-                yield (
-                    part,
-                    one.name,
-                    Slot(
-                        one.shape, one.source, held, one.fill is not None, store, stored=one.types, dummy=one.dummy,
-                        is_scale=one.is_scale, as_stored=one.is_scale,
-                    ),
-                )  # fmt: skip
+            for name, slot in self._slots_of(part):
+                held = weights[f"{index}.{name}"]
+                store = partial(_store_scales, held, weights["scale_types"][index]) if slot.is_scale else None
+                yield part, name, replace(slot, destination=held, store=store)
             if self.spelling.groups and not self.group_size:  # all zeros
                 types = ("I32", "I64")
                 yield part, self.spelling.groups, Slot(part.shape[1:], (part.columns,), None, True, stored=types)
@@ -166,20 +140,20 @@ class IntegerLayout:
             plain = {"weight": _stacked([self._widened(part).to(spec.dtype) for part in parts], spec.out_features)}
         return {**plain, "bias": weights["bias"]} if "bias" in weights else plain
 
-    def _stored(self, part: Part) -> Iterator[Stored]:
-        """Yield the part's tensors. Raises ConfigError if groups or words do not fit its shape or this rank's slice."""
+    def _slots_of(self, part: Part) -> Iterator[tuple[str, Slot]]:
+        """Yield the names of a part's tensors that are kept, and their slots without memory. Raises ConfigError if
+        groups or words do not fit its shape or this rank's slice."""
         words = self.spelling
-        yield self._plane(words.codes, part, "in", words.packed)
-        yield self._plane(words.scales, part, "groups")
+        yield words.codes, self._plane(part, "in", words.packed)
+        yield words.scales, self._plane(part, "groups")
         if self.zeros != "none":
-            yield self._plane(words.zeros, part, "groups", "out", MIDDLES if self.zeros == "perhaps" else None)
+            yield words.zeros, replace(self._plane(part, "groups", "out"), optional=self.zeros == "perhaps")
         if words.groups and self.group_size:
-            yield Stored(words.groups, part.shape[1:], (part.columns,), torch.int32, ("I32", "I64"), UNKNOWN)
+            types = ("I32", "I64")
+            yield words.groups, Slot(part.shape[1:], (part.columns,), None, True, dtype=torch.int32, stored=types)
 
-    def _plane(
-        self, name: str, part: Part, columns: Axis, packed: Axis | None = None, fill: int | None = None
-    ) -> Stored:
-        """Describe a tensor of outputs and `columns`, packed along one of them; None: floats."""
+    def _plane(self, part: Part, columns: Axis, packed: Axis | None = None) -> Slot:
+        """Return the slot of a tensor of outputs and `columns`, packed along one of them; None: scales."""
         sides = []
         for axis in ("out", columns):
             size, held = {
@@ -193,8 +167,8 @@ class IntegerLayout:
             shape, source = shape[:1], source[:1]
         if packed is None:
             dummy = DUMMY_REACH / (1 << self.bits)
-            return Stored(name, shape, source, torch.float32, FLOATS, dummy=dummy, is_scale=True)
-        return Stored(name, shape, source, self.spelling.word, self.spelling.types, fill)
+            return Slot(shape, source, None, dtype=torch.float32, dummy=dummy, is_scale=True, as_stored=True)
+        return Slot(shape, source, None, dtype=self.spelling.word, stored=self.spelling.types)
 
     def _groups(self, part: Part) -> tuple[int, slice]:
         """Return the number of groups of an output, and which of them this rank's columns are in. With act-order, they
@@ -360,15 +334,11 @@ def integers(
 ) -> Scheme:
     """Return a new scheme for the integers of a tool of SPELLINGS. `symmetric` weights have no zero points, but for
     AWQ's (arXiv 2306.00978), which perhaps have even without `zero_point`, and GPTQ's (arXiv 2210.17323), which always
-    have: less one with `zeros_plus_one`, as all but `gptq_v2` store them. Raises ConfigError."""
-    spelling = SPELLINGS[tool]
-    if bits not in spelling.bits:
-        accepted = ", ".join(map(str, spelling.bits))
-        raise ConfigError(f"config.json: quantization_config.bits is {bits}; accepted here: {accepted}")
+    have: less one with `zeros_plus_one`, as all but `gptq_v2` store them."""
     zeros: Zeros = "none" if symmetric else "stored"
     if zero_point is not None:
         zeros = "stored" if zero_point else "perhaps"
     elif zeros_plus_one is not None:
         zeros = "stored minus one" if zeros_plus_one else "stored"
-    made = IntegerLayout(spelling, bits, group_size, zeros, act_order)
+    made = IntegerLayout(SPELLINGS[tool], bits, group_size, zeros, act_order)
     return Scheme(format, made, PackedProduct(made))

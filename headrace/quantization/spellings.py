@@ -28,8 +28,6 @@ class Spelling:
     """a tensor that repeats the weight's shape, which is checked; empty: there is none"""
     unused: tuple[str, ...] = ()
     """scales of activations, and of weights that are rounded once more, which stay as they are here"""
-    bits: tuple[int, ...] = (4,)
-    """that its codes may have"""
     transposed: bool = False
     """[in, out] and [groups, out], not [out, in] and [out, groups]"""
     packed: Axis = "in"
@@ -57,20 +55,20 @@ _ACTIVATIONS = ("input_scale", "input_zero_point")
 SPELLINGS = {
     "awq": Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True),
     "gptq": Spelling(
-        "qweight", "scales", "qzeros", "g_idx", bits=(2, 3, 4, 8), transposed=True, spare_bias=True
+        "qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True
     ),
     "pack_quantized": Spelling(
-        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", _ACTIVATIONS, bits=(4, 8)
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", _ACTIVATIONS
     ),
     "int_quantized": Spelling(  # a byte for every code
-        "weight", "weight_scale", "weight_zero_point", unused=_ACTIVATIONS, bits=(4, 8), **_BYTES
+        "weight", "weight_scale", "weight_zero_point", unused=_ACTIVATIONS, **_BYTES
     ),
     "modelopt_awq": Spelling(  # `weight_scale_2` is that of fp8, to which W4A8 rounds what 4 bits say
         "weight", "weight_scale", unused=("input_scale", "weight_scale_2"), packed="out", word=torch.uint8,
         types=("U8",), signed=True, smoothed=True,
     ),
     "modelopt_int8": Spelling(  # whose smoothing (SmoothQuant's) is as AWQ's
-        "weight", "weight_scale", unused=("input_scale",), bits=(8,), smoothed=True, flat_scales=True, **_BYTES
+        "weight", "weight_scale", unused=("input_scale",), smoothed=True, flat_scales=True, **_BYTES
     ),
 }  # fmt: skip
 """layout of a LinearFormat -> how its tensors are named, and lie"""

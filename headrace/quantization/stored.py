@@ -1,4 +1,5 @@
-"""Reads weights that a checkpoint holds in 8 bits with their scales: fp8 (e4m3) and int8, of whichever tool."""
+"""Reads weights that a checkpoint holds in 8 bits with their scales, fp8 (e4m3) and int8, of whichever tool, and rounds
+unquantized ones to fp8 as they are read."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.kernels.fp8 import LEAST_GROUP, Rounding
-from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights, note_type, noted_type
+from headrace.kernels.fp8 import LEAST_GROUP, Rounding, quantize_per_token_reference
+from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, note_type, noted_type
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 Numbers = Literal["fp8", "fp8 blocks", "int8"]
@@ -28,30 +29,10 @@ INTEGERS = ("I8", "U8", "I32", "I64", *FLOATS)
 """types of zero points"""
 
 
-class NarrowLayout(Layout, Protocol):
-    """Keeps `weight` [out, in] in 8 bits, and `weight_scale` [out] fp32 or [row blocks, column blocks]."""
-
-    @property
-    def numbers(self) -> Numbers:
-        """Say what the weight's numbers are."""
-
-    @property
-    def rounds(self) -> bool:
-        """Tell whether activations are rounded."""
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
-        """Return how activations are rounded for a linear whose tensors are loaded."""
-
-    def held_block(self, spec: LinearSpec) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale; (0, 0) unless numbers are `fp8 blocks`."""
-
-    def whole_groups(self, spec: LinearSpec) -> bool:
-        """Tell whether kernels can take its groups of inputs: they begin where the rank's inputs do, and are large."""
-
-
 @dataclass(frozen=True, eq=False)
 class StoredLayout:
-    """Keeps weights as the checkpoint has them.
+    """Keeps `weight` [out, in] in 8 bits as the checkpoint has it, and `weight_scale` [out] fp32 or [row blocks, column
+    blocks].
 
     Its tensors of a linear: `weight` [out, in]; its scale, a tensor, an output or a block, in any shape of so many
     numbers; with static activations `input_scale` [1] and perhaps `input_zero_point` [1]; perhaps `input_scale_ub` [1].
@@ -73,14 +54,10 @@ class StoredLayout:
     """False: activations have zero points"""
     bound: float = math.inf
     """A token's largest activation counts as at most this, where the checkpoint has no `input_scale_ub`."""
+    made_at_load: bool = False
+    """The checkpoint's weight is unquantized, and rounded as it is read."""
 
     def __post_init__(self) -> None:
-        known = {"scale": ("tensor", "channel", "block"), "activations": ("token", "block", "tensor", "none")}
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ConfigError(
-                    f"{name} of 8-bit weights must be one of {', '.join(values)}; got {getattr(self, name)!r}"
-                )
         if self.scale == "block" and (min(self.block) < 1 or self.block[1] & (self.block[1] - 1)):
             raise ConfigError(
                 f"blocks of fp8 weights must be of 1 output or more and of inputs that are a power of 2 in number; "
@@ -89,27 +66,25 @@ class StoredLayout:
 
     @property
     def numbers(self) -> Numbers:
+        """Say what the weight's numbers are."""
         if self.dtype == torch.int8:
             return "int8"
         return "fp8 blocks" if self.scale == "block" else "fp8"
 
     @property
     def rounds(self) -> bool:
+        """Tell whether activations are rounded."""
         return self.activations != "none"
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         narrow = self.dtype if self.dtype == torch.int8 else fp8_dtype(device)
         shape = (*experts, spec.out_features, spec.in_features)
-        scales = (
-            (
-                -(-spec.out_features // self.held_block(spec)[0]),
-                -(-(spec.in_features + self.shift(spec)) // self.block[1]),
-            )
-            if self.scale == "block"
-            else (spec.out_features,)
-        )
+        scales: tuple[int, ...] = (spec.out_features,)
+        if self.scale == "block":
+            rows, columns = self.held_block(spec)
+            scales = -(-spec.out_features // rows), -(-(spec.in_features + self.shift(spec)) // columns)
         weights = {
-            "weight": torch.zeros(shape, dtype=torch.uint8, device=device).view(narrow),
+            "weight": torch.zeros(shape, dtype=narrow, device=device),
             "weight_scale": torch.zeros(*experts, *scales, device=device),
             **empty_bias(spec, device, experts),
         }
@@ -125,14 +100,10 @@ class StoredLayout:
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         for number, part in enumerate(spec.parts):
-            weight = weights["weight"][rows_of(part)]
-            store = partial(_store_as_fnuz, weight) if weight.dtype == torch.float8_e4m3fnuz else None
-            dtype, stored = (torch.float8_e4m3fn, ("F8_E4M3",)) if self.dtype != torch.int8 else (torch.int8, ("I8",))
-            yield (
-                part,
-                "weight",
-                Slot(part.shape, (part.rows, part.columns), weight, False, store, dtype, stored=stored),
-            )
+            yield part, "weight", self._weight_slot(spec, part, weights)
+            yield from bias_slot(spec, part, weights)
+            if self.made_at_load:
+                continue
             yield part, self.scale_name, self._scale_slot(spec, number, weights)
             for name in ("input_scale", "input_zero_point", "input_scale_ub"):
                 if name in weights:
@@ -142,15 +113,11 @@ class StoredLayout:
             if self.dtype == torch.int8:  # some tools write zero points that are all 0
                 zero_points = ("weight_zero_point", "input_zero_point")[: 2 if self.symmetric else 1]
                 for name in zero_points:
-                    yield part, name, self._zero_slot(name, part, weights["weight_scale"][rows_of(part)])
-            yield from bias_slot(spec, part, weights)
-
-    def _zero_slot(self, name: str, part: Part, beside: Tensor) -> Slot:
-        """Return the slot of zero points that are not used, which must be 0; `beside` is on their device."""
-        store = partial(_must_be_zero, name)
-        return _slot_of_outputs(part, beside, store, optional=True, stored=INTEGERS)
+                    beside, store = weights["weight_scale"][rows_of(part)], partial(_must_be_zero, name)
+                    yield part, name, _slot_of_outputs(part, beside, store, optional=True, stored=INTEGERS)
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
+        """Return how activations are rounded for a linear whose tensors are loaded."""
         narrow, over_ranks = weights["weight"].dtype, largest_of_ranks(spec, weights)
         if self.activations == "block":
             if over_ranks is None or not self.groups_are_cut(spec):
@@ -167,9 +134,8 @@ class StoredLayout:
         bound = weights["input_scale_ub"].amin().view(1) if self._may_be_bounded else None
         if bound is not None and not bool(bound > 0):
             raise CheckpointError(f"input_scale_ub is {float(bound)}; accepted: a positive number")
-        bounded = bound is not None and bool(bound.isfinite())
-        bounded_by = bound if bounded else None
-        return Rounding(narrow, bound=bounded_by, zeros=not self.symmetric, over_ranks=over_ranks)
+        bound = None if bound is None or bool(bound.isinf()) else bound
+        return Rounding(narrow, bound=bound, zeros=not self.symmetric, over_ranks=over_ranks)
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         block = self.held_block(spec) if self.scale == "block" else None
@@ -181,14 +147,16 @@ class StoredLayout:
         return plain
 
     def held_block(self, spec: LinearSpec) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale here. Blocks of parts, and of a rank's slice of them, may
-        begin anywhere in our weight: as many outputs as divide all of their places share one."""
+        """Return how many outputs and inputs share a scale here; (0, 0) unless numbers are `fp8 blocks`. Blocks of
+        parts, and of a rank's slice of them, may begin anywhere in our weight: as many outputs as divide all of their
+        places share one."""
         if self.scale != "block":
             return 0, 0
         places = [place for part in spec.parts for place in (part.rows.start, part.offset)]
         return math.gcd(self.block[0], *places), self.block[1]
 
     def whole_groups(self, spec: LinearSpec) -> bool:
+        """Tell whether kernels can take its groups of inputs: they begin where the rank's inputs do, and are large."""
         if "block" not in (self.scale, self.activations):
             return True
         in_blocks = self.scale == self.activations == "block"
@@ -216,7 +184,19 @@ class StoredLayout:
 
     @property
     def _may_be_bounded(self) -> bool:
-        return self.scale == "channel" and self.activations == "token" and self.dtype != torch.int8
+        of_fp8 = self.dtype != torch.int8 and not self.made_at_load
+        return of_fp8 and self.scale == "channel" and self.activations == "token"
+
+    def _weight_slot(self, spec: LinearSpec, part: Part, weights: Weights) -> Slot:
+        weight, source = weights["weight"][rows_of(part)], (part.rows, part.columns)
+        if self.made_at_load:
+            scales = weights["weight_scale"][rows_of(part)]
+            store = partial(_round_to_fp8, weight, scales, self.scale == "channel", spec.dtype)
+            return Slot(part.shape, source, weight, False, store, spec.dtype)
+        if self.dtype == torch.int8:
+            return Slot(part.shape, source, weight, stored=("I8",))
+        as_fnuz = partial(_store_as_fnuz, weight) if weight.dtype == torch.float8_e4m3fnuz else None
+        return Slot(part.shape, source, weight, False, as_fnuz, torch.float8_e4m3fn, stored=("F8_E4M3",))
 
     def _scale_slot(self, spec: LinearSpec, number: int, weights: Weights) -> Slot:
         """Return the slot of the scales of the part `number`."""
@@ -291,6 +271,19 @@ def _blocks(places: slice, size: int) -> slice:
 def of_e4m3fn(narrow: torch.dtype) -> float:
     """Return by how much scales grow beside the bits of e4m3fn in type `narrow`, for e4m3fnuz reads half as much."""
     return 2.0 if narrow == torch.float8_e4m3fnuz else 1.0
+
+
+def _round_to_fp8(weight: Tensor, scales: Tensor, per_output: bool, dtype: torch.dtype, values: Tensor) -> None:
+    """Round values [n, k], of a model in `dtype`, into weight [n, k] and scales [n]: one for each output, or the same
+    for all."""
+    values = values.to(dtype).to(weight.device)
+    largest = None if per_output else torch.linalg.vector_norm(values, float("inf"))
+    step = max(1, AT_ONCE // values.shape[1])
+    for start in range(0, values.shape[0], step):
+        rows = slice(start, start + step)
+        quantized = quantize_per_token_reference(values[rows], weight.dtype, largest)
+        weight[rows] = quantized.values
+        scales[rows] = quantized.scales[:, 0]
 
 
 def _store_as_fnuz(place: Tensor, values: Tensor) -> None:

@@ -23,8 +23,8 @@ SCHEMES = {
     "mxfp4": ("fp4", "mxfp4"),
     "nvfp4": ("fp4", "nvfp4"),
     "rounded": ("fp8", "fp8"),
-    "fp8_stored": ("fp8", "stored"),
-    "int8": ("fp8", "int8"),
+    "fp8_stored": ("fp8", "stored:fp8"),
+    "int8": ("fp8", "stored:int8"),
     **{layout: ("packed_layouts", f"integers:{layout}") for layout in _INTEGERS},
 }
 """layout of a LinearFormat -> (module of this package, which loads torch; the function in it that makes a Scheme of

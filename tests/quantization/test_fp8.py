@@ -21,7 +21,7 @@ from headrace.layers.linear import Linear, MergedColumnParallelLinear, QKVParall
 from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
-from headrace.quantization import fp8
+from headrace.quantization import fp8, stored
 from headrace.quantization.formats import FORMATS, UNQUANTIZED, rounded
 from headrace.quantization.scheme import Scheme
 from headrace.quantization.table import make_scheme, resolve_format
@@ -183,7 +183,7 @@ class LiveBytes(TorchDispatchMode):
 @per_channel
 def test_loading_takes_little_beside_what_is_kept(per_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part in 16 bits, and a few float32 copies of a part's share: no matter how large or many parts are."""
-    monkeypatch.setattr(fp8, "AT_ONCE", 4096)
+    monkeypatch.setattr(stored, "AT_ONCE", 4096)
     layer = MergedColumnParallelLinear(256, {"a": 512, "b": 512}, ALONE, torch.bfloat16, False)
     layer.scheme = prepared(per_channel, layer, emulates=False)
     read = {f"{name}.weight": torch.randn(512, 256) for name in "ab"}  # in float32: converted on the way

@@ -271,21 +271,6 @@ def test_groups_that_are_none_of_the_linear_are_refused() -> None:
         fixture.scheme.layout.dequantize(spec, weights)
 
 
-GPTQ = {"bits": 4, "group_size": 32, "act_order": False, "symmetric": True, "zeros_plus_one": True}
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings", "said"),
-    [
-        ("awq", {"bits": 8, "group_size": 32, "zero_point": True}, "bits is 8; accepted here: 4"),
-        ("gptq", GPTQ | {"bits": 5}, "bits is 5; accepted here: 2, 3, 4, 8"),
-    ],
-)
-def test_what_has_no_kernel_form_is_refused(layout: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_scheme(linear_format(FORMATS["int4"], layout, **settings))
-
-
 def test_small_groups_are_widened() -> None:
     """Since kernels read more inputs at once."""
     fixture = one_of("pack_quantized", group_size=32, act_order=False)
