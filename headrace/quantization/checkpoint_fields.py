@@ -59,15 +59,12 @@ def int8(scale: str, activations: str, symmetric: bool) -> LinearFormat:
     return linear_format(facts, "int8", scale=scale, activations=activations, symmetric=symmetric)
 
 
-def fp4(name: str, tensors: str) -> LinearFormat:
-    """Return `mxfp4` or `nvfp4` with the tensor names of a tool."""
-    return linear_format(FORMATS[name], name, names=tensors)
-
-
-def nvfp4_in_groups(size: int) -> LinearFormat:
-    """Return ModelOpt's `nvfp4` with a scale for `size` inputs."""
-    facts = replace(FORMATS["nvfp4"], group_size=size)
-    return linear_format(facts, "nvfp4", names="modelopt", group_size=size)
+def fp4(name: str, tensors: str, group_size: int | None = None) -> LinearFormat:
+    """Return `mxfp4` or `nvfp4` with the tensor names of a tool, perhaps with groups of another size."""
+    if group_size is None:
+        return linear_format(FORMATS[name], name, names=tensors)
+    facts = replace(FORMATS[name], group_size=group_size)
+    return linear_format(facts, name, names=tensors, group_size=group_size)
 
 
 def size_of_groups(fields: Fields, name: str, default: int | None = None) -> int:

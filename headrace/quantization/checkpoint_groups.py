@@ -16,7 +16,6 @@ from headrace.quantization.checkpoint_fields import (
     fp8,
     int8,
     integers,
-    nvfp4_in_groups,
     objects,
     one_of,
     patterns,
@@ -128,7 +127,7 @@ _ALGORITHMS = {
     "NVFP4": fp4("nvfp4", "modelopt"),
     "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
     "NVFP4_AWQ": fp4("nvfp4", "modelopt-awq"),
-    "W4A8_NVFP4_FP8": nvfp4_in_groups(32),
+    "W4A8_NVFP4_FP8": fp4("nvfp4", "modelopt", group_size=32),
     "MXFP4": fp4("mxfp4", "quark"),  # whose tensors have the same names
     "W4A8_MXFP4_FP8": fp4("mxfp4", "quark"),
 }

@@ -37,6 +37,7 @@ from headrace.quantization.scheme import (
     HeldExperts,
     LinearSpec,
     Multiply,
+    Product,
     Scheme,
     Weights,
 )
@@ -44,7 +45,7 @@ from headrace.quantization.stored import StoredLayout, of_e4m3fn
 from headrace.quantization.unquantized import PlainProduct
 
 
-class RoundingProduct:
+class RoundingProduct(Product):
     """Rounds activations to 8 bits as the layout says, multiplies narrow numbers, and multiplies the sums by both
     scales."""
 

@@ -73,8 +73,7 @@ def plan_all(
     roundings = [None if rounding is None else rounding(spec) for spec in specs]
     sizes = {size_of(spec, to): (spec.dtype, to) for spec, to in zip(specs, roundings, strict=True)}
     sizes = {size: types for size, types in sizes.items() if _candidates(size[0], BUCKETS[0])}
-    name = torch.cuda.get_device_name(device)
-    known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
+    name, known = _known(device)
     missing = {size: types for size, types in sizes.items() if size not in known}
     if missing:
         logger.info("measuring linears of %d sizes that are new on %s", len(missing), name)
@@ -100,17 +99,21 @@ def plan_tiled(
     """Return the table for weights like this one, which are measured if they are new. `library`: the product of x with
     a weight that is widened first."""
     size = (kind_of(weight), weight.out_features, weight.in_features)
-    device = weight.codes.device
     if x_dtype.itemsize != 2:
         return table_of((None,) * len(BUCKETS))
-    name = torch.cuda.get_device_name(device)
-    known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
+    name, known = _known(weight.codes.device)
     if size not in known:
         logger.info("measuring linears of %s, %d x %d", *size)
         known[size] = _measure_tiled(weight, x_dtype, library)
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
     return table_of(known[size])
+
+
+def _known(device: torch.device) -> tuple[str, dict[Size | TiledSize, Plan]]:
+    """Return the device's name, and the plans that were measured on such."""
+    name = torch.cuda.get_device_name(device)
+    return name, {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
 
 
 def by_table(

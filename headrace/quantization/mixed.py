@@ -12,16 +12,15 @@ from itertools import groupby
 
 import torch
 
-from headrace.kernels.fp8 import Rounding
 from headrace.kernels.table import KernelTable
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.scheme import (
     Compute,
     FusedOps,
-    GemmTable,
     HeldExperts,
     LinearSpec,
     Part,
+    Product,
     Scheme,
     Slot,
     Weights,
@@ -87,7 +86,7 @@ class MixedLayout:
         return _joined([run.scheme.layout.dequantize(run.spec, run.own(weights)) for run in self.runs(spec)])
 
 
-class MixedProduct:
+class MixedProduct(Product):
     """Multiplies run by run, and norms, activates and adds around all of them together."""
 
     def __init__(self, layout: MixedLayout) -> None:
@@ -99,15 +98,6 @@ class MixedProduct:
         runs = [run for spec in specs for run in self.layout.runs(spec)]
         for scheme in dict.fromkeys(self.layout.schemes.values()):
             scheme.product.prepare([run.spec for run in runs if run.scheme is scheme], device, kernels)
-
-    def refusal(self, spec: LinearSpec) -> str:
-        return ""
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
-        return None
-
-    def table(self, spec: LinearSpec) -> GemmTable | None:
-        return None
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         computes: list[Compute] = []

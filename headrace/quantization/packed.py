@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import matmul
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.kernels.tiled import TiledWeight, tile, why_not_tiled
 from headrace.quantization import gpu_linear
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Weights
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Product, Weights
 from headrace.quantization.unquantized import PlainProduct
 
 
@@ -34,7 +33,7 @@ class PackedLayout(Layout, Protocol):
         they have no such form, and are to be widened."""
 
 
-class PackedProduct:
+class PackedProduct(Product):
     """Multiplies by weights that stay packed in a GPU's memory; what a layout loads is repacked linear by linear."""
 
     def __init__(self, layout: PackedLayout) -> None:
@@ -53,12 +52,6 @@ class PackedProduct:
         self.kernels = kernels or select_kernels(device.type)
         if self.widens:
             self.plain.prepare(specs, device)
-
-    def refusal(self, spec: LinearSpec) -> str:
-        return ""
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
-        return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:
         return self.tables.get((spec.out_features, spec.in_features))
@@ -117,20 +110,15 @@ class PackedProduct:
         packed = self.layout.packed(spec, weights)
         why = packed if isinstance(packed, str) else why_not_tiled(packed)
         if why or isinstance(packed, str):
-            self._widen(spec, weights, why)
+            self.widened_for[why] += 1
+            plain = self.layout.dequantize(spec, weights)
+            weights.clear()
+            weights.update(plain)
             return None
         tiled = tile(packed, spec.dtype, gated)
         _take_place(weights, tiled.tensors())
         self.held[tiled.codes.data_ptr()] = tiled
         return tiled
-
-    def _widen(self, spec: LinearSpec, weights: Weights, why: str) -> Weights:
-        """Put the plain weight in the place of the checkpoint's, and return it."""
-        self.widened_for[why] += 1
-        plain = self.layout.dequantize(spec, weights)
-        weights.clear()
-        weights.update(plain)
-        return weights
 
 
 def _take_place(weights: Weights, tensors: Weights) -> None:

@@ -205,19 +205,23 @@ class Layout(Protocol):
 
 
 class Product(Protocol):
-    """Computes with what a layout keeps. One object serves all linears of a model that have the same format."""
+    """Computes with what a layout keeps. One object serves all linears of a model that have the same format. What is
+    written out here holds for those that have nothing else to say."""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         """Learn all the linears it will serve; called once, first. `kernels` None: those of the device's type."""
 
     def refusal(self, spec: LinearSpec) -> str:
         """Say why it cannot serve this linear, which then stays unquantized; "" if it can. May precede `prepare`."""
+        return ""
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
         """Return how the linear wants its input rounded, given its loaded weights; None: not at all."""
+        return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:
         """Return the table of the kernels for few tokens; None if the library serves any number of them."""
+        return None
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         """Return the function that applies the loaded weights and the fused operations. It may keep the weights in
@@ -226,12 +230,14 @@ class Product(Protocol):
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         """Return the unquantized form of `weights` as `finalize` left them on a GPU."""
+        return weights
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         """Return what kernels/moe.py takes, but for the bias, which stays in `weights`."""
 
     def notes(self) -> list[str]:
         """Say which weights take as much memory as unquantized ones, and why, once all are loaded."""
+        return []
 
 
 @dataclass(frozen=True, eq=False)

@@ -207,13 +207,13 @@ class StoredLayout:
         more: dict[str, Any] = {"dummy": DUMMY_SCALE[self.numbers], "is_scale": True, "as_stored": True}
         if self.scale != "block":
             mine = scales[rows_of(part)]
-            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor, kind), **more)
+            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor, kind, Tensor.flatten), **more)
         height, width = self.block
         step = self.held_block(spec)[0]
         first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
         source = _blocks(rows, height), _blocks(columns, width)
         mine, places = scales[first : first + count], range(rows.start, rows.start + step * count, step)
-        store = partial(_store_block_scales, mine, factor, kind, places, height, source[1])
+        store = partial(_store_scales, mine, factor, kind, partial(_of_rows, places, height, source[1]))
         high, wide = -(-part.shape[0] // height), -(-part.shape[1] // width)
         shapes = ((high, 1, wide, 1), *([()] if high == wide == 1 else []))  # ModelOpt's
         return Slot((high, wide), source, mine, store=store, stored=(*FLOATS, *E8M0), shapes=shapes, **more)
@@ -221,7 +221,7 @@ class StoredLayout:
     def _number_slot(self, name: str, place: Tensor) -> Slot:
         stored = INTEGERS if name == "input_zero_point" else FLOATS
         dummy = DUMMY_INPUT_SCALE[self.numbers] if name == "input_scale" else 0.0
-        store = partial(_store_scales, place, 1.0, None)
+        store = partial(_store_scales, place, 1.0, None, Tensor.flatten)
         optional, shapes = name == "input_scale_ub", ((), (1, 1))
         return Slot(
             (1,), (slice(0, 1),), place, optional, store, torch.float32, stored, shapes=shapes, dummy=dummy,
@@ -298,22 +298,21 @@ def _must_be_zero(name: str, values: Tensor) -> None:
         raise CheckpointError(f"{name} of int8 weights is up to {largest:g}; accepted: 0, or none")
 
 
-def _store_scales(place: Tensor, factor: float, kind: Tensor | None, values: Tensor) -> None:
+def _store_scales(
+    place: Tensor, factor: float, kind: Tensor | None, pick: Callable[[Tensor], Tensor], values: Tensor
+) -> None:
+    """Write what `pick` makes of a checkpoint's scales, and their type into `kind`."""
     if kind is not None:
         note_type(kind, values)
-    place.copy_(values.flatten().to(place.device)).mul_(factor)
+    place.copy_(pick(values.to(place.device).float())).mul_(factor)
 
 
-def _store_block_scales(
-    place: Tensor, factor: float, kind: Tensor | None, rows: range, height: int, columns: slice, values: Tensor
-) -> None:
-    """Write the scales of `rows`, given those of the blocks of `height` rows that they are in."""
+def _of_rows(rows: range, height: int, columns: slice, values: Tensor) -> Tensor:
+    """Return the scales of `rows`, given those of the blocks of `height` rows that they are in."""
     if values.dim() != 2:  # of which all columns are read
         values = values.view(len(values) if values.dim() else 1, -1)[:, columns]
-    blocks = torch.arange(rows.start, rows.stop, rows.step, device=place.device) // height - rows.start // height
-    if kind is not None:
-        note_type(kind, values)
-    place.copy_(values.to(place.device).float()[blocks]).mul_(factor)
+    blocks = torch.arange(rows.start, rows.stop, rows.step, device=values.device) // height - rows.start // height
+    return values[blocks]
 
 
 def _common(scales: Tensor, zeros: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import matmul
 from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
@@ -20,6 +19,7 @@ from headrace.quantization.scheme import (
     LinearSpec,
     Multiply,
     Part,
+    Product,
     Scheme,
     Slot,
     Weights,
@@ -44,7 +44,7 @@ class PlainLayout:
         return weights
 
 
-class PlainProduct:
+class PlainProduct(Product):
     """Multiplies by weights of the activations' own type, in whichever way is fastest on the device."""
 
     def __init__(self) -> None:
@@ -61,12 +61,6 @@ class PlainProduct:
         else:
             self.tables = gpu_linear.plan_all(specs, device)
 
-    def refusal(self, spec: LinearSpec) -> str:
-        return ""
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
-        return None
-
     def table(self, spec: LinearSpec) -> GemmTable | None:
         return self.tables.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
 
@@ -77,14 +71,8 @@ class PlainProduct:
         weight, bias = weights["weight"], weights.get("bias")
         return gpu_linear.by_table(weight, bias, table, fused, gpu_linear.by_library(weight, bias, fused))
 
-    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
-        return weights
-
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         return HeldExperts(weights["weight"])
-
-    def notes(self) -> list[str]:
-        return []
 
     def multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         """Return the product with `weights`, without our kernels for few tokens and with nothing fused."""
