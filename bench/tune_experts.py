@@ -5,8 +5,8 @@
     python bench/tune_experts.py --fp8                         weights in fp8, and activations of tiles
     TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU
 
-Tiles are compiled in parallel processes. A layer is timed with each tile of its first product (up), then, with the best
-of these, with each of its second (down), in graphs that read several layers in turn; its result is compared with fp32.
+Tiles are compiled in parallel processes. A layer is timed with each tile of its first product (up), then, with the two
+best of these, with each of its second (down), in graphs that read several layers; its result is compared with fp32.
 Prints the fastest, and at the end what to paste into headrace/kernels/moe_config.py.
 """
 
@@ -246,7 +246,7 @@ def tune(sizes: Sizes, counts: list[int], processes: int) -> list[dict[str, Any]
         batch, rows = Batch(sizes, layers, count), list[tuple[float, MoeConfig]]()
         for block_m, (ups, downs) in tried.items():
             by_up = batch.fastest([MoeConfig(block_m, up, downs[0]) for up in ups])
-            rows += batch.fastest([MoeConfig(block_m, by_up[0][1].up, down) for down in downs])
+            rows += batch.fastest([MoeConfig(block_m, one.up, down) for _, one in by_up[:2] for down in downs])
         rows.sort(key=lambda row: row[0])
         best[count] = rows[0][1]
         now = pick_moe_config(count, sizes.top_k, sizes.experts, sizes.kind, "cuda")

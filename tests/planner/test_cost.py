@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -81,58 +82,61 @@ def test_a_longer_fixed_time_is_slower(field: str) -> None:
     assert StepModel(where, worse).seconds(MIXED) > StepModel(where, constants).seconds(MIXED)
 
 
-def test_more_gpus_read_less_and_talk_more() -> None:
-    one, eight = (step_cost(deployment("llama-3.1-70b", parallel=Parallel(tp=tp)), DECODE) for tp in (1, 8))
-    assert eight.seconds < one.seconds
-    assert eight.parts["weights"] == pytest.approx(one.parts["weights"] / 8, rel=0.01)
-    assert eight.parts["kv"] == pytest.approx(one.parts["kv"] / 8)
+def tp(size: int, **more: Any) -> Parallel:
+    return Parallel(tp=size, **more)
+
+
+OWN = Parallel(dp=8, ep=True, dp_attention=True)
+LONE, FOUR, CROWD, ONE_PROMPT = StepWork(1, 4000), StepWork(4, 500), StepWork(512, 4000), StepWork(0, 0.0, 512, 256, 1)
+FEW, MANY = StepWork(1, 500), StepWork(1024, 500)
+SAME = (0.999999, 1.000001)
+COMPARED: list[tuple[str, str, dict[str, Any], dict[str, Any], StepWork, StepWork, float, float]] = [
+    # model, part ("": seconds), two deployments, their work, least and most that the second is of the first
+    ("llama-3.1-70b", "", {}, {"parallel": tp(8)}, DECODE, DECODE, 0, 1),
+    ("llama-3.1-70b", "weights", {}, {"parallel": tp(8)}, DECODE, DECODE, 0.99 / 8, 1.01 / 8),
+    ("llama-3.1-70b", "kv", {"parallel": tp(8)}, {}, DECODE, DECODE, 7.99999, 8.00001),
+    # KV heads are not split further than there are: Qwen3-30B-A3B has 4, a latent has none to split.
+    ("qwen3-30b-a3b", "kv", {"parallel": tp(4)}, {"parallel": tp(8)}, DECODE, DECODE, *SAME),
+    ("deepseek-v3", "kv", {}, {"parallel": tp(8)}, DECODE, DECODE, *SAME),
+    # Attention of its own requests reads a latent once, and waits where there are few.
+    ("deepseek-v3", "kv", {"parallel": OWN}, {"parallel": tp(8)}, CROWD, CROWD, 7.999, 8.001),
+    ("deepseek-v3", "", {"parallel": OWN}, {"parallel": tp(8)}, CROWD, CROWD, 1, 100),
+    ("deepseek-v3", "", {"parallel": tp(8)}, {"parallel": OWN}, LONE, LONE, 1, 100),
+    # Replicas share the requests and nothing else.
+    ("llama-3.1-8b", "", {}, {"parallel": Parallel(dp=8)}, DECODE, replace(DECODE, decodes=8 * 32), *SAME),
+    ("llama-3.1-8b", "", {}, {"parallel": Parallel(dp=8)}, ONE_PROMPT, ONE_PROMPT, *SAME),
+    # Stages help many requests and not one.
+    ("llama-3.1-70b", "", {"parallel": tp(4)}, {"parallel": tp(4, pp=2)}, FEW, FEW, 1, 100),
+    ("llama-3.1-70b", "", {"parallel": tp(4)}, {"parallel": tp(4, pp=2)}, MANY, MANY, 0, 1),
+    # A network is slower than a node.
+    ("llama-3.1-405b", "links", {"chip": "mi300x", "parallel": tp(8), "weight_format": "fp8"},
+     {"chip": "mi300x", "parallel": tp(16), "weight_format": "fp8"}, DECODE, DECODE, 1, 100),
+    # Every other layer of gpt-oss sees 128 keys.
+    ("gpt-oss-120b", "kv", {}, {}, StepWork(64, 128), StepWork(64, 12800), 40, 60),
+    # Experts are read as they are chosen; whole ones weigh most on the busiest GPU.
+    ("qwen3-30b-a3b", "weights", {}, {}, StepWork(1, 100), StepWork(8, 100), 3, 8),
+    ("qwen3-30b-a3b", "weights", {}, {}, StepWork(8, 100), StepWork(32, 100), 1, 4),
+    ("qwen3-30b-a3b", "weights", {}, {}, StepWork(128, 100), StepWork(1024, 100), 0.99, 1.01),
+    ("deepseek-v3", "weights", {"parallel": tp(8)}, {"parallel": tp(8, ep=True)}, FOUR, FOUR, 1, 3),
+    # Fewer bits are faster to read.
+    *(("llama-3.1-8b", "", {"weight_format": wide}, {"weight_format": narrow}, LONE, LONE, 0, 1)
+      for wide, narrow in (("bf16", "fp8"), ("fp8", "int4"), ("bf16", "mxfp4"))),
+    # vLLM captures decode steps of up to 512 requests: what is in no graph is started by the host.
+    ("qwen3-30b-a3b", "host", {"engine": "vllm"}, {"engine": "vllm"}, StepWork(512, 200), StepWork(513, 200), 1.5, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", COMPARED, ids=lambda row: f"{row[0]} {row[1]}")
+def test_costs_go_where_they_must(row: tuple[Any, ...]) -> None:
+    model, part, one, other, work, others, least, most = row
+    costs = [step_cost(deployment(model, **where), done) for where, done in ((one, work), (other, others))]
+    first, second = (cost.parts[part] if part else cost.seconds for cost in costs)
+    assert least * first < second < most * first
+
+
+def test_one_gpu_sends_nothing() -> None:
+    one, eight = (step_cost(deployment("llama-3.1-70b", parallel=tp(size)), DECODE) for size in (1, 8))
     assert one.parts["links"] == 0 < eight.parts["links"]
-
-
-def test_kv_heads_are_not_split_further_than_there_are() -> None:
-    """Qwen3-30B-A3B has 4; a latent has none to split."""
-    four, eight = (step_cost(deployment("qwen3-30b-a3b", parallel=Parallel(tp=tp)), DECODE) for tp in (4, 8))
-    assert eight.parts["kv"] == pytest.approx(four.parts["kv"])
-    alone, split = (step_cost(deployment("deepseek-v3", parallel=Parallel(tp=tp)), DECODE) for tp in (1, 8))
-    assert split.parts["kv"] == pytest.approx(alone.parts["kv"])
-
-
-def test_attention_of_its_own_requests_reads_a_latent_once() -> None:
-    split = step_cost(deployment("deepseek-v3", parallel=Parallel(tp=8)), StepWork(512, 4000))
-    own = step_cost(deployment("deepseek-v3", parallel=Parallel(dp=8, ep=True, dp_attention=True)), StepWork(512, 4000))
-    assert own.parts["kv"] == pytest.approx(split.parts["kv"] / 8)
-    assert own.seconds < split.seconds
-    lone = StepWork(1, 4000)
-    few = [step_cost(deployment("deepseek-v3", parallel=p), lone).seconds for p in
-           (Parallel(tp=8), Parallel(dp=8, ep=True, dp_attention=True))]  # fmt: skip
-    assert few[0] < few[1]
-
-
-def test_replicas_share_the_requests_and_nothing_else() -> None:
-    one = step_cost(deployment(), DECODE)
-    eight = step_cost(deployment(parallel=Parallel(dp=8)), replace(DECODE, decodes=8 * 32))
-    assert eight.seconds == pytest.approx(one.seconds)
-    alone = step_cost(deployment(parallel=Parallel(dp=8)), StepWork(0, 0.0, 512, 256, 1))
-    assert alone.seconds == pytest.approx(step_cost(deployment(), StepWork(0, 0.0, 512, 256, 1)).seconds)
-
-
-def test_stages_help_many_requests_and_not_one() -> None:
-    flat, staged = (step_model(deployment("llama-3.1-70b", parallel=p)) for p in (Parallel(tp=4), Parallel(tp=4, pp=2)))
-    assert staged.seconds(StepWork(1, 500)) >= flat.seconds(StepWork(1, 500))
-    assert staged.seconds(StepWork(1024, 500)) < flat.seconds(StepWork(1024, 500))
-
-
-def test_a_network_is_slower_than_a_node() -> None:
-    inside = step_cost(deployment("llama-3.1-405b", "mi300x", Parallel(tp=8), "fp8"), DECODE)
-    outside = step_cost(deployment("llama-3.1-405b", "mi300x", Parallel(tp=16), "fp8"), DECODE)
-    assert outside.parts["links"] > inside.parts["links"]
-
-
-def test_a_window_bounds_what_a_decode_reads() -> None:
-    """Every other layer of gpt-oss sees 128 keys."""
-    cost = step_model(deployment("gpt-oss-120b"))
-    near, far = (cost.cost(StepWork(64, context)).parts["kv"] for context in (128, 12800))
-    assert 40 * near < far < 60 * near
 
 
 def test_distinct_experts_are_those_of_chance() -> None:
@@ -141,28 +145,6 @@ def test_distinct_experts_are_those_of_chance() -> None:
         counts = [len({e for _ in range(tokens) for e in draw.sample(range(experts), chosen)}) for _ in range(300)]
         assert distinct_experts(experts, chosen, tokens) == pytest.approx(sum(counts) / 300, rel=0.03)
     assert distinct_experts(0, 0, 10) == 0
-
-
-def test_experts_are_read_as_they_are_chosen() -> None:
-    cost = step_model(deployment("qwen3-30b-a3b"))
-    weights = [cost.cost(StepWork(batch, 100)).parts["weights"] for batch in (1, 8, 32, 128, 1024)]
-    assert weights == sorted(weights)
-    assert weights[1] > 3 * weights[0]
-    assert weights[4] == pytest.approx(weights[3], rel=0.01)
-
-
-def test_whole_experts_weigh_most_on_the_busiest_gpu() -> None:
-    slices, whole = (
-        step_cost(deployment("deepseek-v3", parallel=Parallel(tp=8, ep=ep)), StepWork(4, 500)).parts["weights"]
-        for ep in (False, True)
-    )
-    assert slices < whole < 3 * slices
-
-
-@pytest.mark.parametrize(("wide", "narrow"), [("bf16", "fp8"), ("fp8", "int4"), ("bf16", "mxfp4")])
-def test_fewer_bits_are_faster_to_read(wide: str, narrow: str) -> None:
-    costs = [step_cost(deployment(weight_format=name), StepWork(1, 100)).seconds for name in (wide, narrow)]
-    assert costs[1] < costs[0]
 
 
 def test_a_format_without_units_multiplies_in_16_bits() -> None:
@@ -189,13 +171,6 @@ def test_many_tokens_are_multiplied_by_weights_that_are_widened_first() -> None:
     assert part("int4", 129, "weights") > 2 * part("bf16", 129, "weights")
     assert part("int4", 128, "flops") > 1.8 * part("bf16", 128, "flops")
     assert part("int4", 129, "flops") == pytest.approx(part("bf16", 129, "flops"))
-
-
-def test_what_is_in_no_graph_is_started_by_the_host() -> None:
-    """vLLM captures decode steps of up to 512 requests."""
-    cost = step_model(deployment("qwen3-30b-a3b", engine="vllm"))
-    inside, outside = (cost.cost(StepWork(batch, 200)).parts["host"] for batch in (512, 513))
-    assert outside > 1.5 * inside
 
 
 def test_constants_are_few_and_said_where_from() -> None:

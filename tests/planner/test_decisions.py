@@ -53,9 +53,7 @@ def test_every_derived_field_is_settled_and_explained() -> None:
     assert config.device == "cpu"
     assert config.dtype == "float32"
     assert config.max_model_len == 512
-    assert config.max_num_seqs is not None
-    assert config.max_num_batched_tokens is not None
-    assert config.cpu_threads is not None
+    assert None not in (config.max_num_seqs, config.max_num_batched_tokens, config.cpu_threads)
     assert all(decision.reason for decision in decisions)
     assert {decision.source for decision in decisions} == {"derived"}
 

@@ -32,7 +32,6 @@ def test_a_cache_that_moves_little_is_kept(asked: bool) -> None:
 @pytest.mark.parametrize("errors", [(0.02, 0.15), (math.nan, 0.02), (0.02, math.nan), (math.inf,)])
 def test_the_worst_rank_gives_back_what_the_objective_alone_asked_for(errors: tuple[float, ...]) -> None:
     found = settled_cache(CONFIG, False, ranks(*errors, remedy="bfloat16"))
-    assert found is not None
     config, decision = found
     assert config == CONFIG.replace(kv_cache_dtype="bfloat16")
     assert (decision.value, decision.runner_up, decision.source) == ("bfloat16", "fp8_e4m3", "measured")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_json import to_json
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
-from tests.speed import slowness
 
 FIELDS = [
     "num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
@@ -30,7 +29,13 @@ FIELDS = [
 
 
 def plan(model: str = "llama-3.1-8b", gpu: str = "h200", **asked: Any) -> Plan:
-    return make_plan(PlanRequest(model=model, gpu=gpu, **asked))
+    return _made(model, gpu, json.dumps(asked))
+
+
+@cache
+def _made(model: str, gpu: str, asked: str) -> Plan:
+    """Several tests look at the same plan."""
+    return make_plan(PlanRequest(model=model, gpu=gpu, **json.loads(asked)))
 
 
 def value(made: Plan, field: str) -> Any:
@@ -41,7 +46,6 @@ def rates_told(decision: Decision, other: str) -> list[float]:
     """Of the runner-up `other`, and of what was taken: tokens held, then tokens/s"""
     held, speed = r"([\d,]+) tokens held instead of ([\d,]+)", r"([\d,]+) tok/s instead of ([\d,]+)"
     found = re.fullmatch(f"{other}; {held}, {speed}", decision.runner_up)
-    assert found is not None
     return [float(number.replace(",", "")) for number in found.groups()]
 
 
@@ -50,12 +54,9 @@ def test_405b_on_eight_mi300x() -> None:
                 price_per_gpu_hour=4.0)  # fmt: skip
     assert made.feasible
     assert made.layout == "TP8"
-    assert made.memory is not None
     assert made.memory.fits
     assert value(made, "max_num_seqs") == 64
     assert value(made, "max_model_len") == 131072
-    assert made.prediction is not None
-    assert made.cost is not None
     assert made.cost.per_hour == 32.0
     assert made.cost.per_million_output == pytest.approx(32.0 / 3600 / made.prediction.output_tok_s * 1e6)
     assert made.cost.per_million_total < made.cost.per_million_output
@@ -132,9 +133,7 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     made = plan("llama-3.3-70b", "h100", **tight)
     budget = made.decision("max_num_batched_tokens")
     assert (budget.value, budget.runner_up) == (2048, "8192")
-    assert made.prediction is not None
     fixed = plan("llama-3.3-70b", "h100", max_num_batched_tokens=8192, **tight).prediction
-    assert fixed is not None
     assert made.prediction.output_tok_s > 1.5 * fixed.output_tok_s
     flags = {flag.name: flag.value for flag in made.commands[0].flags}
     assert flags["--max-num-batched-tokens"] == "2048"
@@ -148,8 +147,6 @@ def test_a_plan_and_a_start_give_mixtures_the_same_steps() -> None:
 def test_an_fp8_cache_is_taken_for_throughput_and_what_the_other_would_give_is_said() -> None:
     load: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
     made, plain = plan("llama-3.1-8b", "h200", **load), plan("llama-3.1-8b", "h200", **load, kv_cache_dtype="bfloat16")
-    assert made.prediction is not None
-    assert plain.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "fp8_e4m3"
     held, most, other, ours = rates_told(decision, "bfloat16, which rounds nothing")
@@ -171,8 +168,6 @@ def test_an_fp8_cache_is_taken_for_throughput_and_what_the_other_would_give_is_s
 def test_an_fp8_cache_is_proposed_with_what_it_would_give_and_how_to_ask_for_it(objective: str) -> None:
     shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": objective}
     made, other = plan("llama-3.1-8b", "h200", **shape), plan("llama-3.1-8b", "h200", **shape, kv_cache_dtype="fp8")
-    assert made.prediction is not None
-    assert other.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "bfloat16"
     asked_by = "--kv-cache-dtype fp8" + (" or --objective throughput" if objective == "interactive" else "")
@@ -202,12 +197,8 @@ def test_what_serve_would_refuse_is_no_plan(asked: dict[str, Any], problem: str)
 
 def test_float32_takes_twice_the_memory() -> None:
     wide, usual = plan("qwen3-8b", num_gpus=1, dtype="float32"), plan("qwen3-8b", num_gpus=1)
-    assert wide.memory is not None
-    assert usual.memory is not None
     assert wide.memory.weight_bytes == 2 * usual.memory.weight_bytes
     assert wide.memory.activations > 1.5 * usual.memory.activations
-    assert wide.prediction is not None
-    assert usual.prediction is not None
     assert wide.prediction.itl_ms > 1.5 * usual.prediction.itl_ms
     assert any("float32" in notice for notice in wide.notices)
     assert not plan("qwen3-32b", "h100", num_gpus=1, dtype="float32").feasible
@@ -217,21 +208,6 @@ def test_lengths_that_nobody_gave_go_into_the_length_that_somebody_gave() -> Non
     made = plan("llama-3.1-8b", "h200", num_gpus=1, max_model_len=512)
     assert made.feasible
     assert (made.request.input_len, made.request.output_len) == (256, 128)
-
-
-@pytest.mark.parametrize(
-    "load",
-    [
-        {"objective": "throughput", "output_len": 30_000, "concurrency": 64, "num_gpus": 1},
-        {"objective": "throughput", "output_len": 8000, "num_gpus": 1},
-        {"num_gpus": 1024, "objective": "throughput"},
-    ],
-)
-def test_no_load_takes_long(load: dict[str, Any]) -> None:
-    for model, gpu in (("llama-3.3-70b", "b200"), ("qwen3-8b", "h200")):
-        began = time.process_time()
-        plan(model, gpu, **load)
-        assert time.process_time() - began < 3 * slowness()  # a second where nothing else runs
 
 
 def test_a_load_that_is_too_much_is_said() -> None:
@@ -275,8 +251,6 @@ def test_objectives_bring_their_own_load() -> None:
 
 def test_the_cache_may_be_fp8_and_weights_do_not_shrink_by_it() -> None:
     wide, narrow = plan(engine="vllm"), plan(engine="vllm", kv_cache_dtype="fp8")
-    assert wide.memory is not None
-    assert narrow.memory is not None
     assert narrow.memory.weights == wide.memory.weights
     assert narrow.memory.kv_tokens == pytest.approx(2 * wide.memory.kv_tokens, rel=0.01)
 
@@ -347,21 +321,12 @@ def test_what_cannot_run_says_why_and_what_can(
     assert any(change in entry.change for entry in made.alternatives), [entry.change for entry in made.alternatives]
     for entry in made.alternatives:
         assert entry.plan.feasible
-        assert entry.plan.memory is not None
         assert entry.plan.memory.fits
 
 
 def test_lower_precision_fewer_tokens_and_more_gpus_are_all_looked_at() -> None:
-    made = plan(
-        "llama-3.3-70b",
-        "h200",
-        num_gpus=1,
-        quantization="fp8",
-        input_len=100_000,
-        output_len=31_000,
-        gpu_memory_utilization=0.6,
-        engine="vllm",
-    )
+    made = plan("llama-3.3-70b", num_gpus=1, quantization="fp8", input_len=100_000, output_len=31_000,
+                gpu_memory_utilization=0.6, engine="vllm")  # fmt: skip
     changes = [entry.change for entry in made.alternatives]
     assert len(changes) == 3
     assert changes[0].startswith(("kv_cache_dtype", "quantization"))
@@ -425,17 +390,12 @@ def test_what_nobody_knows_is_refused(asked: dict[str, Any], message: str) -> No
 
 def test_the_simulation_runs_unasked_and_in_full_when_asked() -> None:
     quick, full = plan(concurrency=8), plan(concurrency=8, simulate=True)
-    assert quick.simulation is not None
-    assert full.simulation is not None
-    assert full.prediction is not None
-    assert quick.prediction is not None
     assert quick.prediction.output_tok_s == pytest.approx(full.prediction.output_tok_s, rel=0.02)
     assert quick.prediction.output_tok_s == pytest.approx(quick.simulation.output_tok_s)
 
 
 def test_a_rate_of_requests_is_a_load_too() -> None:
     made = plan(request_rate=4.0, input_len=512, output_len=128)
-    assert made.prediction is not None
     assert made.prediction.output_tok_s == pytest.approx(512, rel=0.2)
 
 

@@ -24,12 +24,20 @@ CASES = [
     Workload(100_000, 8, 1),
     Workload(128, 512, 1000, 1000),
     Workload(2048, 256, 500, 500),
-    Workload(128, 4096, 1000, 1000),
 ]
 
+OUTGROWING = Workload(128, 4096, 1000, 1000)
+"""Requests that the cache does not hold to their end."""
 
-@pytest.mark.parametrize("engine", ["headrace", "vllm"])
-@pytest.mark.parametrize("load", CASES, ids=lambda load: f"{load.input_len}-{load.output_len}x{load.concurrency}")
+
+@pytest.mark.parametrize(
+    ("load", "engine"),
+    [
+        *((load, engine) for load in CASES for engine in ("headrace", "vllm")),
+        (Workload(128, 2048, 600, 600), "vllm"),
+        *(pytest.param(OUTGROWING, engine, marks=pytest.mark.slow) for engine in ("headrace", "vllm")),
+    ],
+)
 def test_near_the_simulation(load: Workload, engine: str) -> None:
     where = deployment(engine=engine)
     found = predict(where, load, LIMITS)

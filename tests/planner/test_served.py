@@ -33,14 +33,12 @@ def expected(fact: WorkerFacts = H200, num_pages: int = 50_000, device: str = "c
 @pytest.mark.parametrize(("objective", "at_once"), [(None, 32), ("latency", 1), ("throughput", 625)])
 def test_traffic_of_which_nobody_speaks_is_the_usual_one_and_said_to_be(objective: str | None, at_once: int) -> None:
     found = expected(objective=objective)
-    assert found is not None
     assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 256, at_once)
     assert found.source.startswith(f"usual for {objective or 'interactive'}; --expected-input-len, ")
 
 
 def test_a_short_context_has_room_for_the_usual_lengths() -> None:
     found = expected(max_model_len=512)
-    assert found is not None
     assert (found.workload.input_len, found.workload.output_len) == (256, 128)
 
 
@@ -57,13 +55,11 @@ def test_every_family_that_is_served_is_predicted() -> None:
 def test_steps_are_predicted_and_what_slows_them_is_known() -> None:
     config = decide_before_load(EngineConfig(model="llama-3.1-8b", enforce_eager=True), MODEL, "cuda")[0]
     found = predict_steps(config, MODEL, [H200])
-    assert found is not None
     assert 0.003 < found.model.seconds(StepWork(1, 128.0)) < 0.006
     assert (found.chip, found.warns) == ("NVIDIA H200 SXM", True)
     assert found.excuse == "eager steps (cudagraph_mode NONE)"
     cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     rough = predict_steps(decide_before_load(EngineConfig(), MODEL, "cpu")[0], MODEL, [cpu])
-    assert rough is not None
     assert not rough.warns
     unknown = WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, LAYOUT, 0, "ANY")
     assert predict_steps(config, MODEL, [unknown]) is predict_memory(config, MODEL, [unknown]) is None
@@ -75,7 +71,6 @@ def test_memory_is_reported_beside_what_was_predicted() -> None:
     fact = msgspec.structs.replace(H200, step_bytes=2**30, graph_bytes=2**29, library_bytes=2**28, table_bytes=2**25)
     roomier = msgspec.structs.replace(fact, available_kv_memory=2 * fact.available_kv_memory)
     found = report_memory(config, predict_memory(config, MODEL, [fact]), [roomier, fact], 1000)
-    assert found is not None
     parts = {part.name: part for part in found.parts}
     assert parts["weights"].predicted == 16_060_522_496
     assert parts["weights"].reported == fact.weight_bytes
@@ -90,7 +85,6 @@ def test_what_was_not_measured_or_cannot_be_predicted_is_left_open() -> None:
     cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     config = decide_before_load(EngineConfig(), MODEL, "cpu")[0]
     found = report_memory(config, None, [cpu], 10)
-    assert found is not None
     assert [part.reported for part in found.parts] == [16 * 2**30] + [None] * 5
     assert {part.predicted for part in found.parts} == {None}
     assert "weights ? / 16.00;" in str(found)
@@ -119,16 +113,13 @@ def test_decisions_are_all_settings() -> None:
 
 def test_the_same_prediction_as_the_plan() -> None:
     found = expected(expected_input_len=512, expected_output_len=128, expected_concurrency=4)
-    assert found is not None
     made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="h200", input_len=512, output_len=128, concurrency=4))
-    assert made.prediction is not None
     assert found.prediction.itl_ms == pytest.approx(made.prediction.itl_ms, rel=0.1)
     assert str(found).startswith("expected on NVIDIA H200 SXM, 512 in / 128 out, 4 at once (as flags say): ")
 
 
 def test_what_is_left_open_is_as_in_a_plan() -> None:
     found = expected(expected_output_len=100)
-    assert found is not None
     assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 100, 32)
     assert found.source == "flags and usual values; --expected-input-len, --expected-concurrency would say otherwise"
 
@@ -137,15 +128,12 @@ def test_quantized_weights_are_read_sooner() -> None:
     plain, rounded = (
         expected(expected_concurrency=1, expected_input_len=64, quantization=form) for form in (None, "fp8")
     )
-    assert plain is not None
-    assert rounded is not None
     assert rounded.prediction.itl_ms < 0.8 * plain.prediction.itl_ms
 
 
 def test_a_cpu_is_known_too() -> None:
     cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     found = expected(cpu, device="cpu", expected_concurrency=1)
-    assert found is not None
     assert found.prediction.itl_ms > 20
 
 

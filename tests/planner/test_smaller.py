@@ -41,7 +41,6 @@ def test_tokens_go_first_then_sequences_and_then_it_is_told() -> None:
     seen = []
     for _ in range(7):
         smaller = smaller_plan(config, given, [facts(), facts(shortfall=SAID)])
-        assert smaller is not None
         config, decisions = smaller
         assert all(SAID in decision.reason and decision.runner_up for decision in decisions)
         seen.append((config.max_num_batched_tokens, config.max_num_seqs))
@@ -69,7 +68,6 @@ def test_a_context_that_nobody_gave_shrinks_to_what_the_tightest_rank_has() -> N
 def test_a_step_is_made_smaller_for_the_shortest_context_worth_having() -> None:
     """16 of the 32 blocks that the longest one takes."""
     smaller = smaller_plan(*resolved(), [facts(10 * BLOCK, step=10 * BLOCK)])
-    assert smaller is not None
     assert (smaller[0].max_model_len, smaller[0].max_num_batched_tokens) == (512, 4096)
     assert smaller_plan(*resolved(), [facts(-10 * BLOCK, step=10 * BLOCK)]) is None
 
@@ -79,7 +77,6 @@ def test_graphs_go_where_a_smaller_step_alone_is_not_enough() -> None:
     tight = [msgspec.structs.replace(facts(-10 * BLOCK, step=10 * BLOCK), graph_bytes=17 * BLOCK)]
     config, given = resolved()
     smaller = smaller_plan(config, given, tight)
-    assert smaller is not None
     config, (decision,) = smaller
     assert config.compilation_config["cudagraph_mode"] == "NONE"
     assert str(decision).startswith("cudagraph_mode = NONE: room for the KV cache, which graphs would take")
@@ -108,7 +105,6 @@ def test_graphs_go_before_hardly_any_sequences_are_left() -> None:
 def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None:
     config, given = resolved(max_model_len=512)
     smaller = smaller_plan(config, given, [facts(20 * BLOCK, step=100 * BLOCK)])
-    assert smaller is not None
     assert smaller[0].max_model_len == 512
     assert smaller[0].max_num_batched_tokens == 4096
     assert "room for the KV cache" in smaller[1][0].reason

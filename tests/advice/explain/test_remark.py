@@ -40,6 +40,5 @@ def test_the_first_rule_that_applies_counts(line: str, text: str | None) -> None
     )
     case = make_case(parse_command(line))
     setting = case.line.find("--enforce-eager")
-    assert setting is not None
     remark = choose(rules, case, setting)
     assert (remark.text if remark is not None else None) == text

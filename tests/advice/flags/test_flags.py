@@ -81,7 +81,6 @@ def test_flags_of_the_quantizer_are_known(name: str) -> None:
 @pytest.mark.parametrize("name", VARIABLES)
 def test_variables_of_the_guides_are_known(name: str) -> None:
     known = find_variable(name)
-    assert known is not None
     assert known.why or known.becomes, name
 
 
@@ -102,7 +101,6 @@ def test_every_row_says_what_it_does_and_what_becomes_of_it(known: Known) -> Non
 def test_knobs_bring_their_own_rows(config: type) -> None:
     for field in dataclasses.fields(config):
         found = find_flag("--" + field.name, ("engine", "server"))
-        assert found is not None
         assert found.known.fate == "ours", field.name
 
 
@@ -120,7 +118,6 @@ def test_options_of_our_benchmarks_are_known(options: type) -> None:
 def test_variables_that_are_knobs_name_their_flag() -> None:
     for variable, field in ENVIRONMENT_KNOBS.items():
         known = find_variable(variable)
-        assert known is not None
         assert (known.fate, known.becomes) == ("ours", "--" + field.replace("_", "-"))
 
 
@@ -138,7 +135,6 @@ def test_variables_that_are_knobs_name_their_flag() -> None:
 )
 def test_spellings(name: str, canonical: str, negated: bool) -> None:
     found = find_flag(name, ("engine", "server"))
-    assert found is not None
     assert (found.known.name, found.negated) == (canonical, negated)
 
 
@@ -157,7 +153,6 @@ def test_the_longest_beginning_of_a_variable_counts() -> None:
     }
     for name, row in names.items():
         known = find_variable(name)
-        assert known is not None
         assert row in known.names
     assert find_variable("HOME") is None
     assert find_variable("MY_VLLM_THING") is None
@@ -166,7 +161,6 @@ def test_the_longest_beginning_of_a_variable_counts() -> None:
 def judged(name: str, value: str) -> Note | None:
     found = find_flag(name, ("engine", "server")) if name.startswith("-") else None
     known = found.known if found is not None else find_variable(name)
-    assert known is not None
     return judge(known, name, value)
 
 
@@ -238,7 +232,6 @@ def test_values_are_judged_by_the_engine_that_reads_them(
     name: str, value: str, headrace: str | None, vllm: str | None
 ) -> None:
     found = find_flag(name, ("engine", "server"))
-    assert found is not None
     for engine, wanted in (("headrace", headrace), ("vllm", vllm)):
         problem = found.known.problem(value, engine)
         assert (problem is None) == (wanted is None), problem
@@ -250,7 +243,6 @@ def test_what_config_allows_is_allowed_here() -> None:
     for config in (EngineConfig, ServerConfig):
         for field in dataclasses.fields(config):
             found = find_flag("--" + field.name, ("engine", "server"))
-            assert found is not None
             kind, meta = found.known.kind, field.metadata
             assert kind.choices == tuple(map(str, meta["choices"] or ()))
             assert (kind.minimum, kind.maximum) == (meta["minimum"], meta["maximum"])

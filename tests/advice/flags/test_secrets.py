@@ -71,9 +71,7 @@ def test_what_is_shown_of_names_that_no_row_calls_secret(name: str, value: str, 
 def test_flags_that_are_known_go_by_their_row() -> None:
     for name, expected in (("--max-num-batched-tokens", "x"), ("--api-key", "***"), ("--hf-token", "***")):
         found = find_flag(name, ("engine", "server"))
-        assert found is not None
         assert shown(name, "x", found.known) == f"{name} {expected}"
     for name in ("--api-key", "--header"):
         found = find_flag(name, ("bench",))
-        assert found is not None
         assert found.known.secret
