@@ -109,7 +109,7 @@ class SparseMoE(Layer):
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
-            unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
+            unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size, all_gather=group.all_gather)))
             self.add_module(spec.names.shared, GatedMLP(hidden_size, spec.intermediate_size, False, unreduced))
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe

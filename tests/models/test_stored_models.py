@@ -13,7 +13,7 @@ import torch
 from driver import Driver
 from safetensors.torch import load_file, save_file
 from stored_fixtures import CASES, W8A8, about, unpack, write
-from tiny_configs import shard
+from tiny_configs import save_tiny_model, shard
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
@@ -91,6 +91,24 @@ def test_what_a_gpu_holds_computes_the_same(
     else:
         assert all(held)
         assert notes == []
+
+
+def test_two_ranks_round_the_input_of_a_shared_expert_as_one_does(tmp_path: Path) -> None:
+    """In fp8 as compressed-tensors has it, with a scale a token."""
+    save_tiny_model("Qwen2MoeForCausalLM", "full", tmp_path)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    floats = {"type": "float", "num_bits": 8, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**floats, "strategy": "channel"}}
+    group["input_activations"] = {**floats, "strategy": "token", "dynamic": True}
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*gate$"]}
+    config["quantization_config"] = {**stated, "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run_two(tmp_path / "rendezvous", [tmp_path])
+    check_two(tmp_path)
 
 
 def damaged(tool: str, name: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -121,14 +121,55 @@ def test_static_scales_of_parts_give_way_to_the_largest(generator: torch.Generat
     close(out, coarse @ torch.cat([part.weight for part in parts.values()]).T)
 
 
-def test_numbers_beyond_a_bound_are_cut_off(generator: torch.Generator) -> None:
-    part = fp8_part(generator, (16, 32), torch.full((16, 1), 0.3))
-    part.tensors["input_scale_ub"] = torch.tensor(2.0)
-    x = torch.randn(9, 32, generator=generator) * torch.logspace(-1, 1, 9)[:, None]
-    out = made(
-        RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), fp8_scheme("channel", "token"), {"y": part}
-    )
-    close(out(x), rounded(x.clamp(-2.0, 2.0)) @ part.weight.T)
+def fixed(x: Tensor, scale: float, zero: float | None = None) -> Tensor:
+    """x in int8 with this scale and zero point, or in e4m3 with this scale, and back."""
+    if zero is None:
+        return (x / scale).clamp(-448, 448).to(E4M3).float() * scale
+    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+def by_token(x: Tensor) -> Tensor:
+    """x in int8 and back, but for the largest number, which is between two integers."""
+    step = x.abs().amax(1, keepdim=True) / 127.5
+    return (x / step).clamp(-128, 127).round() * step
+
+
+ARITHMETIC: dict[str, tuple[Scheme, dict[str, Tensor], Callable[[Tensor], Tensor], float]] = {
+    "fp8, numbers beyond a bound": (
+        fp8_scheme("channel", "token"), {"input_scale_ub": torch.tensor(2.0)}, lambda x: rounded(x.clamp(-2.0, 2.0)),
+        1e-4,
+    ),
+    "fp8, weights alone": (fp8_scheme("channel", "none"), {}, lambda x: x, 1e-4),
+    "fp8, static, in transformers' words": (
+        stored(FORMATS["fp8"], "fp8", "tensor", "weight_scale_inv", "tensor"),
+        {"activation_scale": torch.tensor(0.02)}, lambda x: fixed(x, 0.02), 1e-4,
+    ),
+    "int8, static": (
+        int8_scheme("channel", "tensor"), {"input_scale": torch.tensor([0.02])}, lambda x: fixed(x, 0.02, 0.0), 1e-4,
+    ),
+    "int8, static, with zero points": (
+        int8_scheme("channel", "tensor", False),
+        {"input_scale": torch.tensor([0.02]), "input_zero_point": torch.tensor([-40], dtype=torch.int8)},
+        lambda x: fixed(x, 0.02, -40.0), 1e-4,
+    ),
+    "int8, a scale a token": (int8_scheme("channel", "token"), {}, by_token, 0.005),
+    "int8, a scale a token beside one a weight": (int8_scheme("tensor", "token"), {}, by_token, 0.005),
+    "int8, a scale and a zero point a token": (int8_scheme("tensor", "token", False), {}, lambda x: x, 0.005),
+}  # fmt: skip
+"""a scheme, tensors beside the weight, what becomes of activations, how close the product is"""
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_activations_are_rounded_as_the_checkpoint_says(name: str, generator: torch.Generator) -> None:
+    scheme, tensors, rounding, bound = ARITHMETIC[name]
+    layout: Any = scheme.layout
+    scale = torch.rand(() if layout.scale == "tensor" else (30, 1), generator=generator) * 0.01 + 1e-3
+    part = (int8_part if name.startswith("int8") else fp8_part)(generator, (30, 70), scale)
+    part.tensors |= tensors | {layout.scale_name: scale}
+    x = torch.randn(20, 70, generator=generator) + torch.linspace(-1, 1, 20)[:, None]
+    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})(x)
+    wanted = rounding(x) @ part.weight.T
+    assert float((out - wanted).norm() / wanted.norm()) < bound
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 32)], ids=str)
@@ -206,30 +247,6 @@ def test_ranks_round_activations_as_one_alone_does(kind: str, generator: torch.G
     assert float((alone - part.tensors["bias"] - x @ part.weight.T).norm()) > 0
 
 
-@pytest.mark.parametrize("scale", ["tensor", "channel"])
-def test_int8_with_a_scale_a_token(scale: str, generator: torch.Generator) -> None:
-    scales = torch.rand(() if scale == "tensor" else (30, 1), generator=generator) * 0.01
-    part = int8_part(generator, (30, 70), scales)
-    x = torch.randn(6, 70, generator=generator)
-    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), int8_scheme(scale, "token"), {"y": part})
-    step = x.abs().amax(1, keepdim=True) / 127.5
-    wanted = (x / step).clamp(-128, 127).round() * step @ part.weight.T
-    assert float((out(x) - wanted).norm() / wanted.norm()) < 0.005  # the largest number is between two integers
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_int8_with_a_static_scale(symmetric: bool, generator: torch.Generator) -> None:
-    part = int8_part(generator, (30, 70), torch.rand(30, 1, generator=generator) * 0.01)
-    part.tensors["input_scale"], zero = torch.tensor([0.02]), 0.0 if symmetric else -40.0
-    x = torch.randn(60, 70, generator=generator) + (0 if symmetric else 1)
-    if not symmetric:
-        part.tensors["input_zero_point"] = torch.tensor([-40], dtype=torch.int8)
-    scheme = int8_scheme("channel", "tensor", symmetric)
-    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
-    codes = ((x / 0.02).round() + zero).clamp(-128, 127)
-    close(out(x), (codes - zero) * 0.02 @ part.weight.T)
-
-
 def test_zero_points_of_parts_give_way_to_a_range_that_holds_both(generator: torch.Generator) -> None:
     parts = {name: int8_part(generator, (16, 32), torch.tensor(0.01)) for name in "ab"}
     for name, scale, zero in (("a", 0.01, -128), ("b", 0.02, 0)):  # 0 to 2.55, and -2.56 to 2.54
@@ -259,15 +276,6 @@ def test_a_static_scale_that_is_not_positive_is_refused(scale: float, generator:
     layer = RowParallelLinear(32, 16, Group(0, 1), torch.float32, False)
     with pytest.raises(CheckpointError, match=f"^input_scale is {scale:g}; accepted: a positive number"):
         made(layer, fp8_scheme("tensor", "tensor"), {"y": part})
-
-
-def test_int8_with_a_scale_and_a_zero_point_a_token(generator: torch.Generator) -> None:
-    part = int8_part(generator, (30, 70), torch.tensor([0.01]))
-    x = torch.rand(20, 70, generator=generator) + torch.linspace(-1, 1, 20)[:, None]
-    scheme = int8_scheme("tensor", "token", False)
-    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
-    exact = x @ part.weight.T
-    assert float((out(x) - exact).norm() / exact.norm()) < 0.005
 
 
 @pytest.mark.parametrize("kind", ["blocks", "int8", "int8 uneven", "odd sizes"])
@@ -331,13 +339,6 @@ def test_a_kernel_that_errs_is_seen(generator: torch.Generator) -> None:
             return narrow_linear_reference(*arguments) * 1.01
 
         assert case.error(wrong, narrow_linear_reference) > case.bound
-
-
-def test_weights_alone_are_plain_ones(generator: torch.Generator) -> None:
-    part = fp8_part(generator, (16, 32), torch.rand(16, generator=generator))
-    x = torch.randn(9, 32, generator=generator)
-    out = made(RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), fp8_scheme("channel", "none"), {"y": part})
-    close(out(x), x @ part.weight.T)
 
 
 def test_nan_and_infinity_do_not_become_numbers(generator: torch.Generator) -> None:
@@ -430,16 +431,6 @@ def test_zero_points_of_int8_weights_must_be_zero(generator: torch.Generator) ->
 def test_what_no_such_checkpoint_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"blocks of fp8 weights .* got \[128, 96\]"):
         fp8_scheme("block", "block", (128, 96))
-
-
-def test_transformers_names_the_scale_of_activations_its_own_way(generator: torch.Generator) -> None:
-    part = fp8_part(generator, (30, 70), torch.tensor(0.3))
-    part.tensors["weight_scale_inv"] = part.tensors.pop("weight_scale")
-    part.tensors["activation_scale"] = torch.tensor(0.02)
-    scheme = stored(FORMATS["fp8"], "fp8", "tensor", "weight_scale_inv", "tensor")
-    x = torch.randn(6, 70, generator=generator)
-    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})(x)
-    close(out, (x / 0.02).clamp(-448, 448).to(E4M3).float() * 0.02 @ part.weight.T)
 
 
 def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(generator: torch.Generator) -> None:
