@@ -8,7 +8,7 @@ A rank reads the words that hold its codes, and cuts what it does not need after
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -97,14 +97,15 @@ class IntegerLayout:
                 types = ("I32", "I64")
                 yield part, self.spelling.groups, Slot(part.shape[1:], (part.columns,), None, True, stored=types)
             if self.spelling.shape:
-                yield part, self.spelling.shape, _checked_slot(part.shape, self.spelling.shape)
+                check = partial(_check_shape, part.shape, self.spelling.shape)
+                yield part, self.spelling.shape, _checked_slot(2, check, torch.int64, ("I64", "I32"))
             if self.spelling.smoothed:
                 yield part, SMOOTHING, smoothing_slot(part, index, weights)
             for name in self.spelling.unused:
                 yield part, name, Slot((1,), (slice(0, 1),), None, True, stored=(*FLOATS, "I8", "I32"))
             yield from bias_slot(spec, part, weights)
             if self.spelling.spare_bias and not spec.bias:
-                yield part, "bias", _zeros_slot(part.shape[0])
+                yield part, "bias", _checked_slot(part.shape[0], _check_zeros, torch.float32, FLOATS)
 
     def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
         """Return the weight as kernels read it, or why they cannot: groups are small, or an order of inputs is not one
@@ -301,25 +302,19 @@ def _stacked(parts: list[Tensor], rows: int, fill: int = 0) -> Tensor:
     return F.pad(stacked, (0, 0, 0, rows - stacked.shape[-2]), value=fill) if stacked.shape[-2] < rows else stacked
 
 
-def _checked_slot(shape: tuple[int, ...], name: str) -> Slot:
-    """Return the slot of a tensor that repeats a weight's shape."""
-
-    def check(values: Tensor) -> None:
-        if tuple(values.tolist()) != shape:
-            raise CheckpointError(f"{name} is {values.tolist()}, config.json asks for {list(shape)}")
-
-    size = len(shape)
-    return Slot((size,), (slice(0, size),), torch.empty(size, dtype=torch.int64), True, check, stored=("I64", "I32"))
+def _checked_slot(size: int, check: Callable[[Tensor], None], dtype: torch.dtype, stored: tuple[str, ...]) -> Slot:
+    """Return the slot of `size` numbers that are only looked at."""
+    return Slot((size,), (slice(0, size),), torch.empty(size, dtype=dtype), True, check, stored=stored)
 
 
-def _zeros_slot(size: int) -> Slot:
-    """Return the slot of a bias that a linear does not have, of which some tools store zeros."""
+def _check_shape(shape: tuple[int, ...], name: str, values: Tensor) -> None:
+    if tuple(values.tolist()) != shape:
+        raise CheckpointError(f"{name} is {values.tolist()}, config.json asks for {list(shape)}")
 
-    def check(values: Tensor) -> None:
-        if bool(values.any()):
-            raise CheckpointError("a linear that has no bias in config.json is stored with one that is not zero")
 
-    return Slot((size,), (slice(0, size),), torch.empty(size), True, check)
+def _check_zeros(values: Tensor) -> None:
+    if bool(values.any()):
+        raise CheckpointError("a linear that has no bias in config.json is stored with one that is not zero")
 
 
 def integers(
