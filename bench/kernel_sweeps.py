@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import cases
+from headrace.kernels.activation import GATES
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
@@ -30,7 +31,31 @@ EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
 
 
 def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
-    return cases.rms_norm(make, rows, make.random(hidden))
+    """By a weight of the same type as the numbers, and by one in float32."""
+    for weight in (make.random(hidden), make.random(hidden).float() * 1.001):
+        yield from cases.rms_norm(make, rows, weight)
+
+
+def _layer_normed(make: Inputs, rows: int, hidden: int) -> Cases:
+    weight, bias = make.random(hidden), make.random(hidden)
+    for held in ((weight, bias), (weight, None), (None, None)):
+        yield from cases.layer_norm(make, rows, hidden, *held)
+
+
+def _qk_squares(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
+    return cases.qk_squares(make, rows, (heads, kv_heads), dim)
+
+
+def _qk_normed(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
+    """Each head, about its mean and not, and all heads as one vector."""
+    weight = make.random(heads + kv_heads, dim)
+    for centered, wide in ((True, False), (False, False), (False, True)):
+        yield from cases.qk_norm(make, rows, weight, (heads, kv_heads), EPS, centered, wide)
+
+
+def _activated(make: Inputs, rows: int, width: int) -> Cases:
+    for activation in GATES:
+        yield from cases.gate_and_mul(make, rows, width, activation)
 
 
 def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -38,7 +63,7 @@ def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
 
 
 def _activated_fp8(make: Inputs, rows: int, width: int) -> Cases:
-    return cases.silu_and_mul(make, rows, width, Rounding(make.fp8))
+    return cases.gate_and_mul(make, rows, width, "silu", Rounding(make.fp8))
 
 
 def _quantized(make: Inputs, rows: int, width: int) -> Cases:
@@ -55,7 +80,7 @@ def _quantized(make: Inputs, rows: int, width: int) -> Cases:
                 kernels.rms_norm(half + delta, weight, EPS),
                 kernels.rms_norm_quantized(half.clone(), weight, EPS, to, delta),
             ),
-            (kernels.silu_and_mul(x), kernels.silu_and_mul_quantized(x, to)),
+            (kernels.gate_and_mul(x), kernels.gate_and_mul_quantized(x, to)),
         ):
             yield Case(partial(_given, fused), EXACTLY_FP8[make.device.type], partial(_plainly, plain, to))
 
@@ -114,7 +139,11 @@ def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: in
     table, arena = _rope_table(make, 4096, rotary_dim), make.random(blocks, 3, 2, 4, kv_heads, dim)
     for cache in (make.random(2, blocks, 4, kv_heads, dim), arena[:, 1].transpose(0, 1)):
         tokens = cases.new_tokens(make, (heads, kv_heads, kv_heads), dim, 4096, cache, norms=weights)
-        yield from cases.rotary_and_cache((table, tokens.positions), tokens, (1 + norm) * ROUNDED[make.dtype])
+        bound = (1 + norm) * ROUNDED[make.dtype]
+        yield from cases.rotary_and_cache((table, tokens.positions), tokens, bound)
+        wide = tuple(None if weight is None else weight.float() * 1.001 for weight in weights)
+        pairs = replace(tokens, norms=wide, interleaved=True, temperature=make.uniform(len(tokens.q)) + 1)
+        yield from cases.rotary_and_cache((table, tokens.positions), pairs, bound)
 
 
 def _layers_of_experts(
@@ -193,8 +222,11 @@ _LAYERS = ((128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1
 SWEEPS: dict[str, Sweep] = {
     "rms_norm": Sweep(_normed, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 8192), (7, 100), (5, 16384)]),
     "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
-    "silu_and_mul": Sweep(cases.silu_and_mul, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
-    "silu_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
+    "layer_norm": Sweep(_layer_normed, [(3, 48), (1, 129), (0, 16)], [(1, 8192), (33, 12288), (7, 100)]),
+    "qk_squares": Sweep(_qk_squares, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 48, 8, 128)]),
+    "qk_norm": Sweep(_qk_normed, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 64, 8, 128)]),
+    "gate_and_mul": Sweep(_activated, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
+    "gate_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
     "quantize": Sweep(
         _quantized, [(3, 48), (1, 129), (0, 16), (4, 1)], [(1, 4096), (33, 14336), (5, 28672), (7, 100)]
     ),

@@ -147,7 +147,7 @@ def time_others() -> None:
 
     kernels: dict[str, Make] = {
         "rms_norm": lambda n: partial(TRITON_KERNELS.rms_norm, randn(n, 4096), weight, 1e-5),
-        "silu_and_mul": lambda n: partial(TRITON_KERNELS.silu_and_mul, randn(n, 28672)),
+        "gate_and_mul": lambda n: partial(TRITON_KERNELS.gate_and_mul, randn(n, 28672)),
         **{f"rotary and write, {name}": partial(rotary, cache_dtype=dtype) for dtype, name in NAMES.items()},
     }
     of_rows: dict[str, Make] = {

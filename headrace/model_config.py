@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ModelNotFoundError, UnsupportedModelError, UserError
@@ -128,6 +130,15 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def text_part(fields: Fields) -> Fields:
+    """Return the fields of a model's text part: those of `text_config` if there is one, before those around it."""
+    inner = {name: value for name, value in fields.object("text_config").values.items() if value is not None}
+    if not inner:
+        return fields
+    outer = {name: value for name, value in fields.values.items() if name != "text_config"}
+    return replace(fields, values={**outer, **inner, "architectures": outer.get("architectures")})
+
+
 def num_layers(fields: Fields) -> int:
     """Return the number of layers."""
     return fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
@@ -202,11 +213,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
     tie_word_embeddings: bool
-    hidden_act: str
     dtype: str
     """float16, bfloat16 or float32, as the checkpoint says"""
     bos_token_id: int | None
@@ -216,7 +223,7 @@ class ModelConfig:
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """generation_config.json as it is"""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """config.json as it is"""
+    """config.json, with what it says of the text part in front"""
 
     @property
     def fields(self) -> Fields:
@@ -224,25 +231,29 @@ class ModelConfig:
         return Fields(self.raw, f"config.json of {self.architecture}")
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read the config of a model's folder. Raises ModelNotFoundError where a file is missing or cannot be read,
-        UnsupportedModelError where a field is missing or has no valid value."""
+    def from_folder(cls, folder: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:
+        """Read the config of a model's folder; `defaults`: values of fields that it may leave out. Raises
+        ModelNotFoundError where a file is missing or cannot be read, UnsupportedModelError where a field is missing
+        or has no valid value."""
         generation = folder / "generation_config.json"
         raw = read_config(folder / "config.json")
-        return cls.from_dict(raw, read_object(generation) if os.path.lexists(generation) else {})
+        return cls.from_dict(raw, read_object(generation) if os.path.lexists(generation) else {}, defaults)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    def from_dict(
+        cls,
+        raw: dict[str, Any],
+        generation: dict[str, Any] | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ModelConfig:
         """Read the config from the contents of config.json and generation_config.json, whose eos ids are added."""
         generation = generation or {}
+        raw = {**defaults, **text_part(Fields(raw, "config.json")).values}
         architectures = Fields(raw, "config.json").texts("architectures")
         if not architectures:
             raise UnsupportedModelError("config.json names no architecture (field `architectures`)")
         fields = Fields(raw, f"config.json of {architectures[0]}")
         num_heads, vocab_size = fields.integer("num_attention_heads"), fields.integer("vocab_size")
-        rope, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
-        if not scaling and rope.text("rope_type", "default") != "default":
-            scaling = rope
         eos = [
             token_id
             for source in (fields, Fields(generation, "generation_config.json"))
@@ -257,11 +268,7 @@ class ModelConfig:
             num_kv_heads=fields.integer("num_key_value_heads", num_heads),
             head_dim=head_dim(fields),
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            rms_norm_eps=fields.number("rms_norm_eps", None if "rms_norm_eps" in raw else 1e-6, above=0),
-            rope_theta=fields.number("rope_theta", rope.number("rope_theta", 10000.0, above=1), above=1),
-            rope_scaling={name: value for name, value in scaling.values.items() if value is not None} or None,
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            hidden_act=fields.text("hidden_act", "silu"),
             dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
             bos_token_id=next((i for i in fields.token_ids("bos_token_id") if 0 <= i < vocab_size), None),
             eos_token_ids=tuple(dict.fromkeys(eos)),

@@ -13,8 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from headrace.layer_parts import Norm, Norms, Rope, Temperature, Turns
+
 Kind = Literal["linear", "plain", "router"]
 """A linear may be held in a weight format; plain tensors (norms, biases, sinks) and routers keep the model's dtype"""
+Activation = Literal["silu", "gelu_tanh"]
+"""what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh"""
 Split = Literal["heads", "kv_heads", "width", "whole"]
 """The size of a tensor that tensor-parallel ranks divide among them; whole: each rank holds all of it. Where there are
 fewer KV heads than ranks, neighbouring ranks hold the same one."""
@@ -33,11 +37,21 @@ class Parameter:
     """the dimension that ranks divide"""
     fused: str = ""
     """the linear of ours that it is a part of, beside others over the same inputs; empty: none"""
+    wide: bool = False
+    """kept in float32, whatever the model's type"""
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    def plain_bytes(self, itemsize: int) -> int:
+        """Return the bytes that it takes unquantized in a model whose type has `itemsize` of them."""
+        return self.size * (WIDE_BYTES if self.wide else itemsize)
+
+
+WIDE_BYTES = 4
+"""Bytes of a number in float32"""
 
 
 def linear(
@@ -48,9 +62,11 @@ def linear(
     return [weight] if bias is None else [weight, Parameter(f"{name}.bias", (outputs,), "plain", bias)]
 
 
-def norm(name: str, size: int, split: Split = "whole") -> Parameter:
-    """Return the weight of an RMS norm."""
-    return Parameter(f"{name}.weight", (size,), "plain", split)
+def norm(name: str, shape: int | tuple[int, ...], split: Split = "whole", of: Norm | None = None) -> list[Parameter]:
+    """Return the tensors of a norm like `of`; None: like the usual one."""
+    of, sizes = of or Norm(), (shape,) if isinstance(shape, int) else shape
+    tensors = [Parameter(f"{name}.weight", sizes, "plain", split, wide=of.plus_one)] if of.weight else []
+    return tensors + ([Parameter(f"{name}.bias", sizes, "plain", split)] if of.bias else [])
 
 
 def total(parameters: tuple[Parameter, ...], *kinds: Kind, split: Split | None = None) -> int:
@@ -72,14 +88,25 @@ class Attention:
     """`window` is the size of a chunk, and a query sees the keys of its own chunk alone"""
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: Literal["none", "head", "wide"] = "none"
-    """RMS norm of queries and keys before they are rotated, of each head or of all heads as one vector"""
+    qk_norm: Literal["none", "head", "heads", "wide"] = "none"
+    """norm of queries and keys before they are rotated: of each head by the same weights or by its own, or of all heads
+    as one vector. (A norm without weights may as well follow: rotating changes no length.)"""
+    norm: Norm = Norm()
+    """what `qk_norm` is"""
     sinks: bool = False
     """a learned logit of each head takes part in the softmax and adds no value"""
     causal: bool = True
     """False: a query sees later keys too (an encoder), so nothing is cached"""
-    rotary: bool = True
-    """queries and keys are rotated by their positions"""
+    rope: Rope | None = Rope()
+    """how queries and keys are rotated by their positions; None: they are not"""
+    temperature: Temperature | None = None
+    """queries grow with their positions"""
+    scale: float | None = None
+    """factor of scores; None: 1 / sqrt(head_dim)"""
+    soft_cap: float | None = None
+    """scores x become soft_cap * tanh(x / soft_cap)"""
+    clip: float | None = None
+    """queries, keys and values as projected are held within +-clip"""
 
     kind = "gqa"
     sparse_top_k = None
@@ -91,6 +118,14 @@ class Attention:
         return self.head_dim
 
     @cached_property
+    def turns(self) -> Turns | None:
+        """Say what positions do to queries and keys; None: nothing."""
+        if self.rope is None and self.temperature is None:
+            return None
+        rotated = 0 if self.rope is None else int(self.head_dim * self.rope.share)
+        return Turns(self.rope, rotated, self.temperature)
+
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The layer's tensors."""
         hidden, dim = self.hidden_size, self.head_dim
@@ -100,10 +135,15 @@ class Attention:
         for name in ("k_proj", "v_proj"):
             tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", kv_bias, fused="qkv_proj")
         tensors += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None, axis=1)
-        if self.qk_norm == "head":
-            tensors += [norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)]
-        elif self.qk_norm == "wide":
-            tensors += [norm("self_attn.q_norm", q, "heads"), norm("self_attn.k_norm", kv, "kv_heads")]
+        shapes: dict[str, tuple[tuple[int, ...], Split, tuple[int, ...], Split]] = {
+            "head": ((dim,), "whole", (dim,), "whole"),
+            "heads": ((self.num_heads, dim), "heads", (self.num_kv_heads, dim), "kv_heads"),
+            "wide": ((q,), "heads", (kv,), "kv_heads"),
+        }
+        if self.qk_norm in shapes:
+            of_q, q_split, of_k, k_split = shapes[self.qk_norm]
+            tensors += norm("self_attn.q_norm", of_q, q_split, self.norm)
+            tensors += norm("self_attn.k_norm", of_k, k_split, self.norm)
         if self.sinks:
             tensors.append(Parameter("self_attn.sinks", (self.num_heads,), "plain", "heads"))
         return tuple(tensors)
@@ -145,6 +185,7 @@ class LatentAttention:
     """how many keys the indexer chooses for a query; None: there is no indexer"""
     index_heads: int = 0
     index_dim: int = 0
+    rope: Rope = Rope()
 
     kind = "mla"
     num_kv_heads = 1
@@ -158,6 +199,11 @@ class LatentAttention:
         return self.nope_dim + self.rope_dim
 
     @cached_property
+    def turns(self) -> Turns | None:
+        """Say what positions do to queries and keys."""
+        return Turns(self.rope, self.rope_dim)
+
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The layer's tensors."""
         hidden, heads, latent, q_rank = self.hidden_size, self.num_heads, self.latent_dim, self.q_rank
@@ -166,17 +212,17 @@ class LatentAttention:
             tensors = linear("self_attn.q_proj", q, hidden, "heads", fused="qkv_a_proj")
         else:
             tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole", fused="qkv_a_proj")
-            tensors.append(norm("self_attn.q_a_layernorm", q_rank))
+            tensors += norm("self_attn.q_a_layernorm", q_rank)
             tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
         tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole", fused="qkv_a_proj")
-        tensors.append(norm("self_attn.kv_a_layernorm", latent))
+        tensors += norm("self_attn.kv_a_layernorm", latent)
         tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
         tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", axis=1)
         if self.sparse_top_k is not None:
             keys, indexer = self.index_dim, "self_attn.indexer"
             tensors += linear(f"{indexer}.wq_b", self.index_heads * keys, q_rank or hidden, "whole")
             tensors += linear(f"{indexer}.wk", keys, hidden, "whole")
-            tensors += [norm(f"{indexer}.k_norm", keys), Parameter(f"{indexer}.k_norm.bias", (keys,), "plain", "whole")]
+            tensors += norm(f"{indexer}.k_norm", keys, of=Norm("layer", bias=True))
             tensors.append(Parameter(f"{indexer}.weights_proj.weight", (self.index_heads, hidden), "plain", "whole"))
         return tuple(tensors)
 
@@ -220,7 +266,7 @@ class RecurrentState:
     """values that a short convolution in front keeps of the latest tokens, of all heads"""
 
     kind = "state"
-    window = sparse_top_k = None
+    window = sparse_top_k = turns = None
     causal = True
     cached_values = flops_per_pair = decode_flops_per_pair = 0
 
@@ -246,11 +292,12 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """Describes a dense feed-forward, down(silu(gate(x)) * up(x))."""
+    """Describes a dense feed-forward, down(activation(gate(x)) * up(x))."""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
 
     num_experts = experts_per_token = expert_intermediate_size = 0
     expert_parameters: tuple[Parameter, ...] = ()
@@ -379,20 +426,19 @@ class LayerSpec:
 
     mixer: Mixer
     feed_forward: FeedForward
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """names of the RMS norms of the whole hidden state, before mixer and feed-forward or around them"""
+    norms: Norms = Norms()
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """All of the layer's tensors, those of each expert too."""
-        norms = tuple(norm(name, self.mixer.hidden_size) for name in self.norms)
         block = self.feed_forward
-        return (*norms, *self.mixer.parameters, *block.parameters, *block.all_expert_parameters)
+        return (*self.norm_parameters, *self.mixer.parameters, *block.parameters, *block.all_expert_parameters)
 
-    @property
-    def norm_weights(self) -> int:
-        """The number of weights of these norms."""
-        return len(self.norms) * self.mixer.hidden_size
+    @cached_property
+    def norm_parameters(self) -> tuple[Parameter, ...]:
+        """The tensors of the norms of the whole hidden state."""
+        names = self.norms.names
+        return tuple(one for name in names for one in norm(name, self.mixer.hidden_size, of=self.norms.norm))
 
     @cached_property
     def weights(self) -> int:
@@ -407,7 +453,7 @@ class LayerSpec:
     @cached_property
     def shared_weights(self) -> int:
         """The number of parameters that every token uses."""
-        return total(self.mixer.parameters) + total(self.feed_forward.parameters) + self.norm_weights
+        return total(self.mixer.parameters) + total(self.feed_forward.parameters) + total(self.norm_parameters)
 
     @cached_property
     def expert_weights(self) -> int:
@@ -430,6 +476,27 @@ class ModelSpec:
     """parameters of an image encoder, which text does not use"""
     draft_weights: int = 0
     """parameters of layers that draft further tokens, loaded for speculative decoding alone"""
+    norm: Norm = Norm()
+    """the last one"""
+    embedding_scale: float = 1.0
+    """factor of embeddings"""
+    rounds_embedding_scale: bool = False
+    """the factor is rounded to the model's type"""
+    logit_scale: float = 1.0
+    """factor of logits"""
+    logit_cap: float | None = None
+    """logits x then become logit_cap * tanh(x / logit_cap)"""
+
+    @cached_property
+    def norm_parameters(self) -> tuple[Parameter, ...]:
+        """The tensors of the last norm."""
+        return tuple(norm("norm", self.hidden_size, of=self.norm))
+
+    @cached_property
+    def turns(self) -> tuple[Turns, ...]:
+        """The different ways in which positions turn queries and keys, in the order of the layers."""
+        found = dict.fromkeys(layer.mixer.turns for layer in self.layers)
+        return tuple(turns for turns in found if turns is not None)
 
     @cached_property
     def groups(self) -> tuple[tuple[LayerSpec, int], ...]:

@@ -169,7 +169,7 @@ def self_check_moe_cases(run: Run) -> None:
 
 
 def inject_kernels(starts: Starts, big: str) -> None:
-    factors = {"rms_norm": 1.01, "silu_and_mul": math.nan, "rotary_and_cache": 1.02, "logsumexp": 1.01}
+    factors = {"rms_norm": 1.01, "gate_and_mul": math.nan, "rotary_and_cache": 1.02, "logsumexp": 1.01}
     for name, factor in factors.items():
         wrong = kernels(**{name: scaled(name, factor)})
         starts.inject(f"{name} x {factor}", only(name), "demo", worker, "select_kernels", wrong)

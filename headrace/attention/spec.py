@@ -24,8 +24,10 @@ class AttentionSpec:
     """`sliding_window` is the size of a chunk, and a query sees the keys of its own chunk alone, up to its own."""
     sinks: bool = False
     """A learned logit for each head takes part in the softmax and adds no value."""
-    rotary: bool = True
-    """Queries and keys are rotated by their positions."""
+    soft_cap: float | None = None
+    """scores x become soft_cap * tanh(x / soft_cap); None: they stay"""
+    interleaved: bool = False
+    """Queries and keys are rotated number by number with the next, not with the one half of what is rotated away."""
     latent_dim: int | None = None
     """Values are the last so many numbers of their keys, and the cache holds the keys alone; None: it holds both."""
     device_type: str = "cuda"

@@ -166,7 +166,12 @@ class TorchSdpa:
             column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
             column = column if group.lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
             mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
+        if spec.soft_cap is not None:
+            assert mask is not None
+            scores = spec.soft_cap * torch.tanh(query @ key.transpose(-1, -2) * (spec.scale / spec.soft_cap))
+            out = (scores + mask).softmax(-1) @ value
+        else:
+            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if group.lone:
             return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
         if queries > 1:
@@ -276,7 +281,7 @@ def _make_group(members: _Requests, metadata: AttentionMetadata, spec: Attention
     first = int(at[0, 0])
     if int(at[-1, -1]) - first != at.size - 1 or (query_len != queries).any():
         tokens = torch.from_numpy(at.ravel().astype(np.int64)).to(device)
-    plain = not spec.sinks and (window is None or window >= queries)
+    plain = not spec.sinks and spec.soft_cap is None and (window is None or window >= queries)
     if size == 1 and queries > 1 and int(seq_len[0, 0]) == queries and plain:
         return _Group(size, queries, blocks, None, first, tokens)
 

@@ -60,6 +60,7 @@ class TritonAttention:
             and spec.num_heads // spec.num_kv_heads <= MOST_GROUP
             and spec.block_size >= SMALLEST_BOX
             and spec.sliding_window is None
+            and spec.soft_cap is None
             and not spec.batch_invariant
         )
 
@@ -94,7 +95,7 @@ class TritonAttention:
         with recorded() as made:
             paged_attention(
                 q, kv_cache, planned.sequences, spec.scale, spec.sliding_window, kv_scale, out, sinks, spec.chunked,
-                plan=planned.plan, unpacked=planned.unpacked,
+                spec.soft_cap, plan=planned.plan, unpacked=planned.unpacked,
             )  # fmt: skip
         planned.recording = Recording.of(made, tensors)
         return out
@@ -127,6 +128,7 @@ class TritonAttention:
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> Tensor:
         """Attend in one launch, for steps of one token a request: q # [R, Hq, D], k and v # [R, Hkv, D] as projected.
 
@@ -140,7 +142,7 @@ class TritonAttention:
         sequences, tickets, config, splits = planned
         return decode_attention(
             q, k, v, cos_sin, kv_cache, sequences, tickets, spec.scale, config, splits, spec.sliding_window, q_norm,
-            k_norm, eps, kv_scale, out, sinks, spec.chunked,
+            k_norm, eps, kv_scale, out, sinks, spec.chunked, spec.soft_cap, spec.interleaved, temperature,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from headrace.executor.messages import (
     StepDone,
     Stop,
 )
-from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 from headrace.process import read_config
 from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.worker import Worker
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
     folder = Path(config.folder)
     try:
-        model_config = ModelConfig.from_folder(folder)
+        model_config = read_served_config(folder)
         worker = Worker(config.config, folder, model_config, rank=config.rank, rendezvous=config.rendezvous)
         while not isinstance(command := decoder.decode(commands.recv()), Stop):
             if isinstance(command, Execute | Sample):

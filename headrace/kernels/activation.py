@@ -1,6 +1,9 @@
-"""Computes the gated activation of Llama-like MLPs: silu(gate) * up."""
+"""Computes the gated activation of Llama-like MLPs: silu(gate) * up, or with another function than silu."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +20,13 @@ from headrace.kernels.fp8 import (
     row_arguments,
     warps_of_row,
 )
+from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated
 
 
 @triton.jit
-def _silu_and_mul_kernel(
+def _gate_and_mul_kernel(
     out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, x_ptr, x_stride, width,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Activate; grid (num_tokens, blocks of columns). With `scales`, `out` is quantized and a block is a whole row."""
     wait_for_inputs(OVERLAP)
@@ -32,8 +36,7 @@ def _silu_and_mul_kernel(
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out = (activated * up).to(dtype)
+    out = (activated(gate, KIND).to(dtype).to(tl.float32) * up).to(dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * width + columns, out, mask=inside)
     else:
@@ -43,37 +46,42 @@ def _silu_and_mul_kernel(
         )  # fmt: skip
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Return silu(gate) * up for x [num_tokens, 2 * n] = gate | up: [num_tokens, n] contiguous, in x's dtype."""
+def gate_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
+    """Return activation(gate) * up for x [num_tokens, 2 * n] = gate | up: [num_tokens, n] contiguous, in x's dtype.
+    `activation` is one of GATES."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(1024, next_power_of_2(width))
         grid = (num_tokens, -(-width // block))
-        _silu_and_mul_kernel[grid](
-            out, None, None, None, None, x, x.stride(0), width,
+        _gate_and_mul_kernel[grid](
+            out, None, None, None, None, x, x.stride(0), width, KIND=ACTIVATIONS[activation],
             BLOCK=block, LARGEST=0.0, GROUP=0, num_warps=4, **overlap(),
         )  # fmt: skip
     return out
 
 
-def silu_and_mul_quantized(x: Tensor, to: Rounding) -> Quantized:
-    """Return what `silu_and_mul` does, rounded as `to` says."""
+def gate_and_mul_quantized(x: Tensor, to: Rounding, activation: str = "silu") -> Quantized:
+    """Return what `gate_and_mul` does, rounded as `to` says."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = empty_quantized(num_tokens, width, to, x.device)
     if num_tokens:
         block = next_power_of_2(width)
-        _silu_and_mul_kernel[(num_tokens, 1)](
-            *row_arguments(out, to), x, x.stride(0), width,
+        _gate_and_mul_kernel[(num_tokens, 1)](
+            *row_arguments(out, to), x, x.stride(0), width, KIND=ACTIVATIONS[activation],
             BLOCK=block, LARGEST=LARGEST[to.dtype], GROUP=to.group, num_warps=warps_of_row(block), **overlap(),
         )  # fmt: skip
     return out
 
 
-def silu_and_mul_reference(x: Tensor) -> Tensor:
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+"""activation -> what it does to the gate"""
+
+
+def gate_and_mul_reference(x: Tensor, activation: str = "silu") -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return GATES[activation](gate).mul_(up)
 
 
-def silu_and_mul_quantized_reference(x: Tensor, to: Rounding) -> Quantized:
-    return quantize_reference(silu_and_mul_reference(x), to)
+def gate_and_mul_quantized_reference(x: Tensor, to: Rounding, activation: str = "silu") -> Quantized:
+    return quantize_reference(gate_and_mul_reference(x, activation), to)

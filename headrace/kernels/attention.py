@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan
-from headrace.kernels.attention_tiles import LOG2_E, attend, first_visible, no_keys_yet
+from headrace.kernels.attention_tiles import LOG2_E, attend, first_visible, in_log2, no_keys_yet
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, unpack
 from headrace.kernels.launch import launch
 from headrace.kernels.paged import Sequences, find_request, rows_between
@@ -40,6 +40,7 @@ def _attention_kernel(
     kv_scale_ptr,
     sinks_ptr,
     qk_scale,
+    soft_cap,
     window,
     value_rows,
     block_rows,
@@ -132,19 +133,20 @@ def _attention_kernel(
             front = tl.cdiv(first_visible(limit - 1, window, CHUNKED), BLOCK_N) * BLOCK_N
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = attend(
-                q, acc, row_max, row_sum, begin, front, first, limit, row_position, row_first, qk_scale, keys_ptr,
-                value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
+                q, acc, row_max, row_sum, begin, front, first, limit, row_position, row_first, qk_scale, soft_cap,
+                keys_ptr, value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE,
+                True, True,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = attend(
-            q, acc, row_max, row_sum, begin, whole, first, limit, row_position, row_first, qk_scale, keys_ptr,
+            q, acc, row_max, row_sum, begin, whole, first, limit, row_position, row_first, qk_scale, soft_cap, keys_ptr,
             value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = attend(
-        q, acc, row_max, row_sum, begin, end, first, limit, row_position, row_first, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
+        q, acc, row_max, row_sum, begin, end, first, limit, row_position, row_first, qk_scale, soft_cap, keys_ptr,
+        value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
     )  # fmt: skip
 
     if PAIRS:
@@ -233,6 +235,7 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    soft_cap: float | None = None,
     *,
     plan: AttentionPlan,
     unpacked: UnpackedCache | None = None,
@@ -240,18 +243,19 @@ def paged_attention(
     """Attend causally with q [T, Hq, D] to the paged cache [2, num_blocks, block_size, Hkv, D]; return [T, Hq, D].
 
     The cache already holds the step's own keys. A query sees itself and `sliding_window` - 1 keys before it, or (if
-    `chunked`) those before it in its own chunk of `sliding_window` positions, or all. A head's softmax also counts its
-    logit of `sinks` [Hq], which has no value. Requests of seq_len 0 (padding) give zeros. `plan` (of plan_attention)
-    says how many leading requests run one token; launches depend on it alone, never on current lengths. An fp8 cache
-    holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device; with `unpacked`, what the requests behind the
-    decodes read of it is unpacked there first.
+    `chunked`) those before it in its own chunk of `sliding_window` positions, or all. A head's softmax also counts
+    its logit of `sinks` [Hq], which has no value. With `soft_cap`, scores x become soft_cap * tanh(x / soft_cap).
+    Requests of seq_len 0 (padding) give zeros. `plan` (of plan_attention) says how many leading requests run one
+    token; launches depend on it alone, never on current lengths. An fp8 cache holds K / kv_scale[0] and V /
+    kv_scale[1], fp32 [2] on the device; with `unpacked`, what the requests behind the decodes read of it is
+    unpacked there first.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.shape[0]:
         return out
     q, decodes, qk_scale = q.contiguous(), plan.num_decodes, scale * LOG2_E
-    seen = Seen(sliding_window, chunked, sinks)
+    seen = Seen(sliding_window, chunked, sinks, in_log2(soft_cap))
     if decodes:
         _run(
             out[:decodes], q, kv_cache, sequences, kv_scale, qk_scale, seen, 0, decodes, decodes, plan.decode,
@@ -276,6 +280,8 @@ class Seen(NamedTuple):
     window: int | None
     chunked: bool
     sinks: Tensor | None
+    soft_cap: float | None = None
+    """in units of the kernels' scores"""
 
 
 def _run(
@@ -299,7 +305,7 @@ def _run(
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
-        out, parts, lse, q, kv_cache, *sequences, kv_scale, seen.sinks, qk_scale, seen.window or 0,
+        out, parts, lse, q, kv_cache, *sequences, kv_scale, seen.sinks, qk_scale, seen.soft_cap, seen.window or 0,
         *rows_between(kv_cache),
         sequences.block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
@@ -328,6 +334,7 @@ def paged_attention_reference(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    soft_cap: float | None = None,
 ) -> Tensor:
     out = torch.empty_like(q) if out is None else out
     block_size, num_kv_heads = kv_cache.shape[2:4]
@@ -346,6 +353,8 @@ def paged_attention_reference(
             both = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
         key, value = both.repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         seen_from = torch.arange(length, device=q.device)
         at = torch.arange(length - (last - first), length, device=q.device)[:, None]
         hidden = seen_from > at

@@ -19,6 +19,20 @@ def first_visible(position, window, CHUNKED: tl.constexpr):
     return tl.maximum(first, 0)
 
 
+def in_log2(soft_cap: float | None) -> float | None:
+    """Return a soft cap of scores as kernels take it, whose scores are logarithms to base 2."""
+    return None if soft_cap is None else soft_cap * LOG2_E
+
+
+@triton.jit
+def capped(scores, soft_cap, LOG2_E: tl.constexpr = LOG2_E):
+    """Return soft_cap * tanh(scores / soft_cap); `soft_cap` None: the scores themselves."""
+    if soft_cap is not None:
+        grown = tl.exp2(scores * (2 * LOG2_E / soft_cap))
+        scores = soft_cap * (1.0 - 2.0 / (grown + 1.0))
+    return scores
+
+
 @triton.jit
 def no_keys_yet(sinks_ptr, head, counts_sink, LOG2_E: tl.constexpr = LOG2_E):
     """Return the largest score and the sum of exponentials of rows that have seen no key. A head's sink (gpt-oss,
@@ -110,6 +124,7 @@ def fold_tile(
     row_position,
     row_first,
     qk_scale,
+    soft_cap,
     cache_type: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -117,7 +132,7 @@ def fold_tile(
     """Fold a tile of `load_tile` into the running softmax; MASKED: rows see keys up to `row_position` # [rows], and
     (WINDOWED) from `row_first` on. Numbers of a cache that has another type than q are converted in registers."""
     PAIRS: tl.constexpr = len(acc) == 2
-    scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
+    scores = capped(tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale, soft_cap)
     if MASKED:
         position = start + tl.arange(0, key.shape[1])
         visible = position[None, :] <= row_position[:, None]
@@ -154,6 +169,7 @@ def attend(
     row_position,
     row_first,
     qk_scale,
+    soft_cap,
     keys_ptr,
     value_offset,
     blocks_ptr,
@@ -177,7 +193,7 @@ def attend(
             BLOCK_N, BLOCK_SIZE, MASKED and not PAIRS, MASKED and PAIRS, MASKED and WINDOWED, PAIRS,
         )  # fmt: skip
         acc, row_max, row_sum = fold_tile(
-            q, acc, row_max, row_sum, key, value, start, row_position, row_first, qk_scale,
+            q, acc, row_max, row_sum, key, value, start, row_position, row_first, qk_scale, soft_cap,
             keys_ptr.dtype.element_ty, MASKED, WINDOWED,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -27,6 +27,7 @@ from headrace.kernels.fp8 import (
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.qk_norm import qk_squares_reference
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.tiled import TiledWeight
 
@@ -147,9 +148,40 @@ def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *to: Rou
     yield Case(after_a_sum, bound)
 
 
-def silu_and_mul(make: Inputs, rows: int, width: int, *to: Rounding) -> Cases:
+def layer_norm(
+    make: Inputs, rows: int, size: int, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
+) -> Cases:
+    """Make cases of numbers about a mean that is not zero."""
+    x, delta = make.random(rows, size) + 2, make.random(rows, size)
+    yield Case(lambda kernel: kernel(x, weight, bias, eps), ROUNDED[make.dtype])
+
+    def after_a_sum(kernel: Kernel) -> Any:
+        total = x.clone()
+        return kernel(total, weight, bias, eps, delta), bits(total)
+
+    yield Case(after_a_sum, ROUNDED[make.dtype])
+
+
+def gate_and_mul(make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding) -> Cases:
     x = make.random(rows, 2 * width) * 3
-    yield Case(lambda kernel: kernel(x, *to), ROUNDED_FP8 if to else ROUNDED[make.dtype])
+    yield Case(lambda kernel: kernel(x, *to, activation=activation), ROUNDED_FP8 if to else ROUNDED[make.dtype])
+
+
+def qk_squares(make: Inputs, rows: int, heads: tuple[int, int], dim: int) -> Cases:
+    qkv = make.random(rows, sum(heads) + heads[1], dim)
+    yield Case(lambda kernel: kernel(qkv, heads), ROUNDED[torch.float32])
+
+
+def qk_norm(
+    make: Inputs, rows: int, weight: Tensor, heads: tuple[int, int], eps: float, centered: bool, wide: bool
+) -> Cases:
+    """Make cases for `weight` # [heads of queries and keys, head_dim]; what lies behind them must not change."""
+    qkv = make.random(rows, sum(heads) + heads[1], weight.shape[1]) + 1
+    squares = qk_squares_reference(qkv, heads) * 2 if wide else None
+    yield Case(
+        lambda kernel: kernel(qkv.clone(), weight, heads, eps, centered, squares, 2 if wide else 1),
+        ROUNDED[make.dtype],
+    )
 
 
 def quantize(make: Inputs, rows: int, width: int, to: Rounding) -> Cases:
@@ -190,13 +222,18 @@ class NewTokens:
     kv_scale: Tensor | None = None
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     eps: float = EPS
+    interleaved: bool = False
+    temperature: Tensor | None = None
 
-    def rotate(self, angles: tuple[Tensor, Tensor | None], kernel: Kernel) -> tuple[Tensor, ...]:
+    def rotate(self, angles: tuple[Tensor | None, Tensor | None], kernel: Kernel) -> tuple[Tensor, ...]:
         """Return what a kernel returns, what it wrote to the slots, and the other memory, which must not change."""
         layout = self.cache.size(), self.cache.stride(), self.cache.storage_offset()
         memory = self.cache.new_empty(0).set_(self.cache.untyped_storage()).clone()
         cache = memory.as_strided(*layout)
-        out = kernel(self.q, self.k, self.v, *angles, cache, self.slots, *self.norms, self.eps, self.kv_scale)
+        out = kernel(
+            self.q, self.k, self.v, *angles, cache, self.slots, *self.norms, self.eps, self.kv_scale, self.interleaved,
+            self.temperature,
+        )  # fmt: skip
         found = written(cache, self.slots)
         cache.view(torch.uint8).zero_()
         return out, *found, bits(memory)
@@ -227,7 +264,7 @@ def step_angles(table: Tensor, tokens: NewTokens, bound: float) -> Cases:
     yield Case(run, bound)
 
 
-def rotary_and_cache(angles: tuple[Tensor, Tensor | None], tokens: NewTokens, bound: float) -> Cases:
+def rotary_and_cache(angles: tuple[Tensor | None, Tensor | None], tokens: NewTokens, bound: float) -> Cases:
     yield Case(partial(tokens.rotate, angles), bound)
 
 

@@ -16,30 +16,43 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import TILES_PER_SPLIT, AttentionConfig
-from headrace.kernels.attention_tiles import LOG2_E, attend, first_visible, fold_tile, load_tile, no_keys_yet
+from headrace.kernels.attention_tiles import (
+    LOG2_E,
+    attend,
+    capped,
+    first_visible,
+    fold_tile,
+    in_log2,
+    load_tile,
+    no_keys_yet,
+)
 from headrace.kernels.fp8_cache import as_float16
 from headrace.kernels.paged import Sequences, rows_between
-from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
+from headrace.kernels.rotary import _to_fp8, head_norm, rotary_and_cache_reference
 
 
 @triton.jit
 def _rotated(
-    ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
-):
+    ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, temperature, HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
     """Load heads [rows, BLOCK_D], norm and (unless `sin` is None) rotate them in fp32, rounding where the separate
-    kernels would."""
-    dtype = ptrs.dtype.element_ty
+    kernels would; multiply by `temperature`, unless it is None."""
+    dtype: tl.constexpr = ptrs.dtype.element_ty
     x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(partner_ptrs, mask=inside, other=0.0).to(tl.float32)
     if NORM:
+        WIDE: tl.constexpr = weight_ptr.dtype.element_ty != dtype
         in_head = column < HEAD_DIM
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         weight = tl.load(weight_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
         other_weight = tl.load(weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
-        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        other = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+        x = head_norm(x, scale, weight, dtype, WIDE)
+        other = head_norm(other, scale, other_weight, dtype, WIDE)
     if sin is not None:
         x = x * cos + other * sin
+    if temperature is not None:
+        x = x * temperature
     return x.to(dtype)
 
 
@@ -54,7 +67,7 @@ def _new_token(
     k_ptrs = k_ptr + tl.zeros([1, column.shape[0]], tl.int32)
     key = _rotated(
         k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, inside[None, :], cos, sin,
-        eps, HEAD_DIM, NORM,
+        eps, None, HEAD_DIM, NORM,
     )  # fmt: skip
     if PAIRS:
         two = 2 * tl.arange(0, column.shape[0] // 2)
@@ -116,8 +129,10 @@ def _decode_kernel(
     seq_lens_ptr,
     kv_scale_ptr,
     sinks_ptr,
+    temperature_ptr,
     eps,
     qk_scale,
+    soft_cap,
     window,
     q_stride,
     k_stride,
@@ -137,6 +152,7 @@ def _decode_kernel(
     TILES_PER_PART: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -169,14 +185,19 @@ def _decode_kernel(
     column = tl.arange(0, BLOCK_D)
     in_head = (column < HEAD_DIM)[None, :]
     turns = column < 2 * HALF
-    partner = tl.where(column < HALF, column + HALF, tl.where(turns, column - HALF, column))
+    if INTERLEAVED:
+        partner = tl.where(turns, column ^ 1, column)
+        first_of_two = column % 2 == 0
+    else:
+        partner = tl.where(column < HALF, column + HALF, tl.where(turns, column - HALF, column))
+        first_of_two = column < HALF
     cos = None
     sin = None
     if HALF > 0:
-        angle = cos_sin_ptr + at.to(tl.int64) * (2 * HALF) + column % HALF
+        angle = cos_sin_ptr + at.to(tl.int64) * (2 * HALF) + (column // 2 if INTERLEAVED else column % HALF)
         cos = tl.load(angle, mask=turns, other=1.0)[None, :]
         sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
-        sin = tl.where((column < HALF)[None, :], -sin, sin)
+        sin = tl.where(first_of_two[None, :], -sin, sin)
     blocks_ptr = block_table_ptr + table_row * block_table_stride
     own_row = tl.load(blocks_ptr + at // BLOCK_SIZE) * block_rows + at % BLOCK_SIZE
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
@@ -192,9 +213,12 @@ def _decode_kernel(
 
     q_ptrs = q_ptr + request.to(tl.int64) * q_stride + (kv_head * GROUP + lane[:, None]) * HEAD_DIM
     inside = (lane < GROUP)[:, None] & in_head
+    temperature = None
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + request)
     q = _rotated(
         q_ptrs + column[None, :], q_ptrs + partner[None, :], q_norm_ptr, column, partner, inside, cos, sin, eps,
-        HEAD_DIM, NORM,
+        temperature, HEAD_DIM, NORM,
     )  # fmt: skip
     last = split == num_parts - 1  # the last part includes the new token's own key and value
     k_ptr += request.to(tl.int64) * k_stride + kv_head * HEAD_DIM
@@ -219,13 +243,13 @@ def _decode_kernel(
     before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # the cache's last key; the new one is added below
     if EARLY:
         acc, row_max, row_sum = fold_tile(
-            q, acc, row_max, row_sum, first_keys, first_values, begin, before, before, qk_scale,
+            q, acc, row_max, row_sum, first_keys, first_values, begin, before, before, qk_scale, soft_cap,
             cache_ptr.dtype.element_ty, True, False,
         )  # fmt: skip
         begin += BLOCK_N
     acc, row_max, row_sum = attend(
-        q, acc, row_max, row_sum, begin, end, 0, end, before, before, qk_scale, keys_ptr, value_offset, blocks_ptr,
-        block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
+        q, acc, row_max, row_sum, begin, end, 0, end, before, before, qk_scale, soft_cap, keys_ptr, value_offset,
+        blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
     )  # fmt: skip
 
     if last:
@@ -242,6 +266,7 @@ def _decode_kernel(
             scores = scores * tl.reshape(qk_scale + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])
         else:
             scores = scores * qk_scale
+        scores = capped(scores, soft_cap)
         scores = tl.where(seq_len + 0 * lane > 0, scores, float("-inf"))  # not padding
         new_max = tl.maximum(row_max, scores)
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -309,6 +334,9 @@ def decode_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; return [R, Hq, D].
 
@@ -316,7 +344,8 @@ def decode_attention(
     gives zeros and writes nothing. Heads are contiguous within a token. `tickets` int32 are counters, at least R * Hkv;
     they must be zero, and are zero again afterwards. `splits` is the most parts that a request's keys are cut into: the
     result depends on it, but not on the order in which programs finish. `cos_sin` None: nothing is rotated. What a
-    query sees (`sliding_window`, `chunked`, `sinks`) is as in paged_attention.
+    query sees (`sliding_window`, `chunked`, `sinks`, `soft_cap`) is as in paged_attention, and how it is rotated
+    (`interleaved`, `temperature` [R]) as in rotary_and_cache.
     """
     num_reqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -333,13 +362,13 @@ def decode_attention(
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, sequences.block_table, sequences.rows,
-        sequences.seq_lens, kv_scale, sinks, eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0),
-        v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
+        sequences.seq_lens, kv_scale, sinks, temperature, eps, scale * LOG2_E, in_log2(soft_cap), sliding_window or 0,
+        q.stride(0), k.stride(0), v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=0 if cos_sin is None else cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_SPLIT,
-        WINDOWED=sliding_window is not None, CHUNKED=chunked, NORM=q_norm is not None, QUANTIZED=quantized,
-        LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0, EARLY=config.early_keys,
+        WINDOWED=sliding_window is not None, CHUNKED=chunked, INTERLEAVED=interleaved, NORM=q_norm is not None,
+        QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0, EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     return out
@@ -360,13 +389,18 @@ def decode_attention_reference(
     kv_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     table, rows, _, seq_lens = sequences
     block_size = kv_cache.shape[2]
     at = (seq_lens.long() - 1).clamp_(min=0)
     slots = table[rows.long(), at // block_size].long() * block_size + at % block_size
     slots = slots.masked_fill(seq_lens == 0, -1)
-    q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale)
+    q = rotary_and_cache_reference(
+        q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale, interleaved, temperature
+    )
     return paged_attention_reference(
-        q, kv_cache, sequences, scale, sliding_window, kv_scale, sinks=sinks, chunked=chunked
+        q, kv_cache, sequences, scale, sliding_window, kv_scale, sinks=sinks, chunked=chunked, soft_cap=soft_cap
     )

@@ -23,9 +23,10 @@ from headrace.kernels._triton import (
     triton,
     wait_for_inputs,
 )
+from headrace.kernels.activation import GATES
 from headrace.kernels.fp8 import NarrowWeight, Quantized
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
-from headrace.kernels.gemm_epilogue import add_product, finish, gated_row, silu
+from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated, add_product, finish, gated_row
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.tiled import ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import launch_tiled
@@ -279,7 +280,7 @@ def _gemv_kernel(
         total += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, BLOCK_N // 2]), [1, 0]))
-        total = silu(gate) * up
+        total = activated(gate, GATED) * up
     if residual_ptr is not None:
         total += residual
     rounded = total.to(out_ptr.dtype.element_ty)
@@ -297,18 +298,19 @@ def skinny_linear(
     dtype: torch.dtype | None = None,
     *,
     gated: bool = False,
+    activation: str = "silu",
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
 ) -> Any:
     """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32 or int32.
 
-    The weight is contiguous, and so are x's rows. If the weight is a NarrowWeight, x is Quantized to the same type, and
-    to groups if the weight has them, but for one token by ordinary arithmetic (config.block_m 1), which is not
-    quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
-    result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there are a
-    residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many tokens are
-    computed in bands, without a half norm.
+    The weight is contiguous, and so are x's rows. If the weight is a NarrowWeight, x is Quantized to the same type,
+    and to groups if the weight has them, but for one token by ordinary arithmetic (config.block_m 1), which is not
+    quantized. `gated`: the result is activation(first half) * second half [T, N / 2]. `residual` [T, N], contiguous:
+    the result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there
+    are a residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many
+    tokens are computed in bands, without a half norm.
     """
     num_tokens, k = x.shape
     n = weight.out_features if isinstance(weight, TiledWeight) else weight.shape[0]
@@ -334,7 +336,8 @@ def skinny_linear(
     result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
-    options: dict[str, Any] = {"GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
+    kind = ACTIVATIONS[activation] if gated else 0
+    options: dict[str, Any] = {"GATED": kind, "PARTS": next_power_of_2(parts), **overlap()}
     if isinstance(weight, TiledWeight):
         multiply = launch_tiled_vector if config.block_m == 1 else launch_tiled
         tensors = (out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following)
@@ -375,6 +378,7 @@ def skinny_linear_reference(
     dtype: torch.dtype | None = None,
     *,
     gated: bool = False,
+    activation: str = "silu",
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
@@ -392,6 +396,6 @@ def skinny_linear_reference(
     out = out if bias is None else out + bias.float()
     if gated:
         gate, up = out.chunk(2, dim=-1)
-        out = F.silu(gate) * up
+        out = GATES[activation](gate) * up
     out = out.to(dtype or x.dtype) if residual is None else residual.copy_(residual.float() + out)
     return out if next_norm is None or residual is None else half_norm_reference(out, next_norm)

@@ -19,6 +19,22 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
+GELU_TANH = 2
+ACTIVATIONS = {"silu": 1, "gelu_tanh": GELU_TANH}
+"""what may be done to a gate -> what kernels are told; 0: there is no gate"""
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr, GELU_TANH: tl.constexpr = GELU_TANH):
+    """Return an activation of fp32 x: silu, or GELU (arXiv 1606.08415) as approximated with a tanh, here written as a
+    sigmoid."""
+    if KIND == GELU_TANH:
+        out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        out = silu(x)
+    return out
+
+
 @triton.jit
 def add_product(weight, x, acc, SWAP: tl.constexpr):
     """Return acc + x [rows, inputs] @ weight [outputs, inputs].T, transposed if SWAP."""
@@ -63,7 +79,7 @@ def finish(
     if GATED:
         apart = tl.reshape(acc, [ROWS, COLUMNS // PAIRED, 2, PAIRED // 2])
         gate, up = tl.split(tl.permute(apart, [0, 1, 3, 2]))
-        out = tl.reshape(silu(gate) * up, [ROWS, COLUMNS // 2])
+        out = tl.reshape(activated(gate, GATED) * up, [ROWS, COLUMNS // 2])
         column = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         width = N // 2
     else:

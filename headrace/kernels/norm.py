@@ -1,4 +1,5 @@
-"""Computes RMS norm (arXiv 1910.07467), whole or half: a half norm is finished by the linear that reads it."""
+"""Computes RMS norm (arXiv 1910.07467), whole or half (a half norm is finished by the linear that reads it), and layer
+norm (arXiv 1607.06450)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
@@ -31,15 +33,18 @@ def _rms_norm_kernel(
     x_ptr,
     delta_ptr,
     weight_ptr,
+    bias_ptr,
     x_stride,
     hidden,
     eps,
     BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
     LARGEST: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Norm a row; `out` is quantized if there are `scales`. `delta`, contiguous, is first added to x."""
+    """Norm a row; `out` is quantized if there are `scales`. `delta`, contiguous, is first added to x. CENTERED: it is a
+    layer norm, which subtracts the mean."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -51,10 +56,16 @@ def _rms_norm_kernel(
         rounded = x.to(dtype)
         tl.store(x_ptr + row * x_stride + columns, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    normed = (x * scale).to(dtype).to(tl.float32)
-    normed = (normed * weight).to(dtype)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / hidden, 0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    if weight_ptr is not None:
+        if not CENTERED and weight_ptr.dtype.element_ty == dtype:
+            normed = normed.to(dtype).to(tl.float32)
+        normed *= tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = normed.to(dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * hidden + columns, normed, mask=inside)
     else:
@@ -67,19 +78,21 @@ def _rms_norm_kernel(
 def _launch(
     out: Tensor | Quantized,
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     to: Rounding | None = None,
     delta: Tensor | None = None,
+    bias: Tensor | None = None,
+    centered: bool = False,
 ) -> None:
     if rows.shape[0]:
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
         results = (out, None, None, None, None) if to is None or isinstance(out, Tensor) else row_arguments(out, to)
         _rms_norm_kernel[(rows.shape[0],)](
-            *results, rows, delta, weight, rows.stride(0), hidden, eps,
-            BLOCK=block, LARGEST=0.0 if to is None else LARGEST[to.dtype], GROUP=0 if to is None else to.group,
-            num_warps=warps_of_row(block), **overlap(),
+            *results, rows, delta, weight, bias, rows.stride(0), hidden, eps,
+            BLOCK=block, CENTERED=centered, LARGEST=0.0 if to is None else LARGEST[to.dtype],
+            GROUP=0 if to is None else to.group, num_warps=warps_of_row(block), **overlap(),
         )  # fmt: skip
 
 
@@ -159,8 +172,9 @@ def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed
 def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
     """Return x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype.
 
-    x is normalized in fp32, rounded to its dtype, then multiplied by the weight, as Hugging Face models do. `delta`,
-    contiguous, is first added to x, which then has two dimensions.
+    x is normalized in fp32, rounded to its dtype, then multiplied by the weight, as Hugging Face models do; if the
+    weight is in fp32 and x is not, the product alone is rounded, as Gemma does. `delta`, contiguous, is first added to
+    x, which then has two dimensions.
     """
     hidden = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden)
@@ -174,6 +188,16 @@ def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, to: Rounding, delt
     num_tokens, hidden = x.shape
     out = empty_quantized(num_tokens, hidden, to, x.device)
     _launch(out, x, weight, eps, to, delta)
+    return out
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, delta: Tensor | None = None
+) -> Tensor:
+    """Return (x - mean) / standard deviation * weight + bias for x [num_tokens, hidden], computed in fp32 and rounded
+    once. `weight` and `bias` [hidden] may be None. `delta`, contiguous, is first added to x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(out, x, weight, eps, None, delta, bias, centered=True)
     return out
 
 
@@ -193,6 +217,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | No
     # mean square = norm squared / hidden; half as many operations as F.rms_norm, which counts on a CPU
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    if weight.dtype != x.dtype:
+        return (x * scale * weight).to(x.dtype)
     return of_type(x * scale, x.dtype).mul_(weight)  # rounds before it multiplies
 
 
@@ -200,3 +226,12 @@ def rms_norm_quantized_reference(
     x: Tensor, weight: Tensor, eps: float, to: Rounding, delta: Tensor | None = None
 ) -> Quantized:
     return quantize_reference(rms_norm_reference(x, weight, eps, delta), to)
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, delta: Tensor | None = None
+) -> Tensor:
+    if delta is not None:
+        x.add_(delta)
+    wide_weight, wide_bias = (None if one is None else one.float() for one in (weight, bias))
+    return of_type(F.layer_norm(x.float(), x.shape[-1:], wide_weight, wide_bias, eps), x.dtype)

@@ -14,45 +14,59 @@ from headrace.kernels.paged import by_row, rows_between, rows_of
 
 
 @triton.jit
+def head_norm(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """Return fp32 x * scale * weight as a norm kernel of its own leaves it, rounded to `dtype`; WIDE: the weight is of
+    another type, and only the product is rounded."""
+    x = x * scale
+    if not WIDE:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _norm_and_rotate(
     x_ptr,
     weight_ptr,
     heads,
     head_in,
     head_stride,
-    half,
+    front,
+    half_in,
     rest,
     cos,
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    STEP: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Return the heads' first halves, second halves and rest beyond the rotary part, normed and rotated, in fp32."""
+    """Return the numbers that are turned together, as two tensors, and the rest beyond the rotary part, normed and
+    rotated, in fp32. `front`: which numbers of a head are the first tensor; those of the second are STEP behind."""
     HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
-    half_in, rest_in = half < HALF, rest < HEAD_DIM
+    rest_in = rest < HEAD_DIM
     base = x_ptr + heads[:, None] * head_stride
     mask = head_in[:, None] & half_in[None, :]
     rest_mask = head_in[:, None] & rest_in[None, :]
-    dtype = x_ptr.dtype.element_ty
-    first = tl.load(base + half[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(base + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    first = tl.load(base + front[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(base + STEP + front[None, :], mask=mask, other=0.0).to(tl.float32)
     tail = first
     if HAS_REST:
         tail = tl.load(base + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     if NORM:
+        WIDE: tl.constexpr = weight_ptr.dtype.element_ty != dtype
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if HAS_REST:
             squares += tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        weight = tl.load(weight_ptr + half, mask=half_in, other=0.0).to(tl.float32)[None, :]
-        first = ((first * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        weight = tl.load(weight_ptr + HALF + half, mask=half_in, other=0.0).to(tl.float32)[None, :]
-        second = ((second * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + front, mask=half_in, other=0.0).to(tl.float32)[None, :]
+        first = head_norm(first, scale, weight, dtype, WIDE)
+        weight = tl.load(weight_ptr + STEP + front, mask=half_in, other=0.0).to(tl.float32)[None, :]
+        second = head_norm(second, scale, weight, dtype, WIDE)
         if HAS_REST:
             weight = tl.load(weight_ptr + rest, mask=rest_in, other=0.0).to(tl.float32)[None, :]
-            tail = ((tail * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+            tail = head_norm(tail, scale, weight, dtype, WIDE)
     return first * cos - second * sin, second * cos + first * sin, tail
 
 
@@ -76,6 +90,7 @@ def _rotary_and_cache_kernel(
     q_norm_ptr,
     k_norm_ptr,
     kv_scale_ptr,
+    temperature_ptr,
     eps,
     q_stride,
     k_stride,
@@ -95,6 +110,7 @@ def _rotary_and_cache_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -105,6 +121,8 @@ def _rotary_and_cache_kernel(
     kv_head = tl.program_id(1)
     half = tl.arange(0, BLOCK_HALF)
     half_in = half < HALF
+    front = half * 2 if INTERLEAVED else half
+    STEP: tl.constexpr = 1 if INTERLEAVED else HALF
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     rest_in = rest < HEAD_DIM
     HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
@@ -119,13 +137,16 @@ def _rotary_and_cache_kernel(
     member_in = member < GROUP
     heads = kv_head * GROUP + member
     first, second, tail = _norm_and_rotate(
-        q_ptr + token * q_stride, q_norm_ptr, heads, member_in, q_head_stride, half, rest, cos, sin, eps, HEAD_DIM,
-        HALF, NORM,
+        q_ptr + token * q_stride, q_norm_ptr, heads, member_in, q_head_stride, front, half_in, rest, cos, sin, eps,
+        HEAD_DIM, HALF, STEP, NORM,
     )  # fmt: skip
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + token)
+        first, second, tail = first * temperature, second * temperature, tail * temperature
     target = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
     mask = member_in[:, None] & half_in[None, :]
-    tl.store(target + half[None, :], first.to(dtype), mask=mask)
-    tl.store(target + HALF + half[None, :], second.to(dtype), mask=mask)
+    tl.store(target + front[None, :], first.to(dtype), mask=mask)
+    tl.store(target + STEP + front[None, :], second.to(dtype), mask=mask)
     if HAS_REST:
         tl.store(target + rest[None, :], tail.to(dtype), mask=member_in[:, None] & rest_in[None, :])
 
@@ -134,8 +155,8 @@ def _rotary_and_cache_kernel(
         one = tl.arange(0, 1)
         one_in = one < 1
         k_first, k_second, k_tail = _norm_and_rotate(
-            k_ptr + token * k_stride, k_norm_ptr, one + kv_head, one_in, k_head_stride, half, rest, cos, sin, eps,
-            HEAD_DIM, HALF, NORM,
+            k_ptr + token * k_stride, k_norm_ptr, one + kv_head, one_in, k_head_stride, front, half_in, rest, cos, sin,
+            eps, HEAD_DIM, HALF, STEP, NORM,
         )  # fmt: skip
         row = slot + slot // BLOCK_SIZE * (block_rows - BLOCK_SIZE)
         cached = cache_ptr + (row * num_kv_heads + kv_head) * HEAD_DIM
@@ -153,8 +174,8 @@ def _rotary_and_cache_kernel(
             k_tail = _to_fp8(k_tail, k_factor, LARGEST, FP8)
             if v_ptr is not None:
                 value = _to_fp8(value, 1.0 / tl.load(kv_scale_ptr + 1), LARGEST, FP8)
-        tl.store(cached + half[None, :], k_first, mask=k_mask)
-        tl.store(cached + HALF + half[None, :], k_second, mask=k_mask)
+        tl.store(cached + front[None, :], k_first, mask=k_mask)
+        tl.store(cached + STEP + front[None, :], k_second, mask=k_mask)
         if HAS_REST:
             tl.store(cached + rest[None, :], k_tail, mask=one_in[:, None] & rest_in[None, :])
         if v_ptr is not None:
@@ -173,12 +194,15 @@ def rotary_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
+    interleaved: bool = False,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the cache, return the rotated q.
 
     q, k, v may be views of one tensor (last dim contiguous). With `q_norm` and `k_norm` [D], heads are RMS-normed
     first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i is rotated with
-    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim is not. `cos_sin` None: nothing is rotated.
+    i + rotary_dim // 2, or 2 i with 2 i + 1 if `interleaved`, and what lies beyond rotary_dim is not. `cos_sin` None:
+    nothing is rotated. Rotated q is multiplied by `temperature` [T] fp32.
     positions [T] int64. The cache [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose
     slot_mapping [T] int64 is negative are not written. An fp8 cache gets K / kv_scale[0] and V / kv_scale[1], fp32 [2]
     on the device, clamped to its type's range. `v` None: the cache [1, ...] holds keys alone.
@@ -195,14 +219,14 @@ def rotary_and_cache(
     group = num_heads // num_kv_heads
     arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
-        eps, q.stride(0), k.stride(0), v_strides[0], q.stride(1), k.stride(1), v_strides[1],
+        temperature, eps, q.stride(0), k.stride(0), v_strides[0], q.stride(1), k.stride(1), v_strides[1],
         *rows_between(kv_cache), num_heads, num_kv_heads,
     )  # fmt: skip
     constants = dict(
         BLOCK_SIZE=kv_cache.shape[2], GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
-        NORM=q_norm is not None, LARGEST=largest_fp8(kv_cache.dtype),
+        INTERLEAVED=interleaved, NORM=q_norm is not None, LARGEST=largest_fp8(kv_cache.dtype),
         num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
     )  # fmt: skip
     launch(_rotary_and_cache_kernel, (num_tokens, num_kv_heads, 1), arguments, constants)
@@ -250,6 +274,8 @@ def rotary_and_cache_reference(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
+    interleaved: bool = False,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Do what `rotary_and_cache` does; `positions` None: `cos_sin` is what `step_angles_reference` returned."""
     num_heads = q.shape[1]
@@ -261,9 +287,11 @@ def rotary_and_cache_reference(
     if angles is not None:
         both = _joined(q, k)
         if both is None:
-            q, k = _rotate(q, angles), _rotate(k, angles)
+            q, k = _rotate(q, angles, interleaved), _rotate(k, angles, interleaved)
         else:
-            q, k = _rotate(both, angles).split_with_sizes((num_heads, k.shape[1]), dim=1)
+            q, k = _rotate(both, angles, interleaved).split_with_sizes((num_heads, k.shape[1]), dim=1)
+    if temperature is not None:
+        q = of_type(q * temperature[:, None, None], q.dtype)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slot_mapping, k, v = slot_mapping[written], k[written], None if v is None else v[written]
@@ -289,10 +317,14 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
     return q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride(), q.storage_offset())
 
 
-def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     """Return x [T, H, D], in its dtype, rotated in fp32 by angles [2, T, 1, rotary_dim] = cos | cos, -sin | sin."""
     cos, sin = angles.unbind()
     rotary_dim = cos.shape[-1]
     turning = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    if interleaved:
+        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     turned = of_type((turning * cos).addcmul_(turning.roll(rotary_dim // 2, -1), sin), x.dtype)
-    return turned if turning is x else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+    if interleaved:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)

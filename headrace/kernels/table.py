@@ -20,6 +20,7 @@ from headrace.kernels import (
     moe,
     narrow,
     norm,
+    qk_norm,
     rotary,
     sampling,
     tiled_widen,
@@ -28,10 +29,11 @@ from headrace.kernels._triton import HAS_TRITON
 from headrace.kernels.norm import HalfNormed
 
 MODULES = {
-    norm: ("rms_norm", "rms_norm_quantized"),
-    activation: ("silu_and_mul", "silu_and_mul_quantized"),
+    norm: ("rms_norm", "rms_norm_quantized", "layer_norm"),
+    activation: ("gate_and_mul", "gate_and_mul_quantized"),
     fp8: ("quantize", "fp8_linear"),
     narrow: ("narrow_linear",),
+    qk_norm: ("qk_squares", "qk_norm"),
     rotary: ("step_angles", "rotary_and_cache"),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
     sampling: ("mask_tokens", "best_token", "gumbel_argmax"),
@@ -49,11 +51,14 @@ class KernelTable:
 
     rms_norm: Callable[..., Tensor]
     rms_norm_quantized: Callable[..., fp8.Quantized]
-    silu_and_mul: Callable[[Tensor], Tensor]
-    silu_and_mul_quantized: Callable[..., fp8.Quantized]
+    layer_norm: Callable[..., Tensor]
+    gate_and_mul: Callable[..., Tensor]
+    gate_and_mul_quantized: Callable[..., fp8.Quantized]
     quantize: Callable[..., fp8.Quantized]
     fp8_linear: Callable[..., Tensor]
     narrow_linear: Callable[..., Tensor]
+    qk_squares: Callable[..., Tensor]
+    qk_norm: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     copy_words: Callable[[Tensor, Tensor], None]

@@ -15,15 +15,12 @@ from headrace.attention.spec import AttentionSpec
 from headrace.errors import CheckpointError
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter
-from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
-from headrace.layers.norm import RMSNorm
+from headrace.layers.linear import QKVParallelLinear, RowParallelLinear, split_kv_heads
+from headrace.layers.norm import weight_slot
 from headrace.layers.pending import Pending
+from headrace.layers.rotary import Angles
 from headrace.quantization.scheme import FLOATS, Slot
 
-Angles = tuple[Tensor | None, Tensor | None]
-"""what the kernel table's `step_angles` made of the rope table and the step's positions"""
-NO_ANGLES: Angles = (None, None)
-"""Nothing is rotated."""
 NOT_READ = (
     "q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale",
     "k_zero_point", "v_zero_point", "q_proj.output_zero_point", "k_proj.output_zero_point", "v_proj.output_zero_point",
@@ -58,6 +55,63 @@ def _take_scale(name: str, place: Tensor, values: Tensor) -> None:
     place.fill_(values.float().max())
 
 
+class HeadNorm(Layer):
+    """Holds the weight by which the norms of all heads of queries or of keys multiply: the kernels that rotate them
+    apply it."""
+
+    def __init__(self, mixer: model_spec.Attention, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = mixer.norm
+        self.weight = empty_parameter(mixer.head_dim, dtype=torch.float32 if mixer.norm.plus_one else dtype)
+
+    def create_weights(self, device: torch.device) -> None:
+        super().create_weights(device)
+        if not self.norm.weight:
+            self.weight.fill_(1.0)
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        return {f"{path}.weight": weight_slot(self.weight, self.norm.plus_one)} if self.norm.weight else {}
+
+
+class QKNorm(Layer):
+    """Computes norms of queries and keys as projected: of each head by its own weights, or of all heads, of all ranks,
+    as one vector."""
+
+    opaque = ("forward",)
+
+    def __init__(self, mixer: model_spec.Attention, spec: AttentionSpec, context: LayerContext) -> None:
+        super().__init__()
+        group, self.norm, self.wide = context.mesh.tp, mixer.norm, mixer.qk_norm == "wide"
+        self.heads = spec.num_heads, spec.num_kv_heads
+        self.all_heads = mixer.num_heads, mixer.num_kv_heads
+        self.shares = group.rank, split_kv_heads(mixer.num_kv_heads, group)[1]
+        dtype = torch.float32 if mixer.norm.plus_one else context.dtype
+        self.weight = empty_parameter(sum(self.heads), spec.head_dim, dtype=dtype)
+        self.squares, self.normed = context.kernels.qk_squares, context.kernels.qk_norm
+        self.all_reduce, self.ranks = group.all_reduce, group.size
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        found, first, dim = {}, 0, self.weight.shape[1]
+        places = zip(("q_norm", "k_norm"), self.heads, self.all_heads, self.shares, strict=True)
+        for name, heads, of_all, share in places:
+            mine, unit = self.weight[first : first + heads], dim if self.wide else 1
+            rows = slice(share * heads * unit, (share + 1) * heads * unit)
+            shape = (of_all * dim,) if self.wide else (of_all, dim)
+            slot = Slot(shape, (rows,) if self.wide else (rows, slice(0, dim)), mine.view(-1) if self.wide else mine)
+            found[f"{path.rpartition('.')[0]}.{name}.weight"] = slot
+            first += heads
+        return found
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Change the queries and keys of qkv # [num_tokens, heads, head_dim] to their norms, and return it."""
+        squares = None
+        if self.wide:
+            squares = self.squares(qkv, self.heads)
+            squares = squares if self.ranks == 1 else self.all_reduce(squares)
+        centered = self.norm.kind == "layer"
+        return self.normed(qkv, self.weight, self.heads, self.norm.eps, centered, squares, self.ranks)
+
+
 class Attention(Layer):
     """Computes one layer's attention on one rank."""
 
@@ -68,25 +122,24 @@ class Attention(Layer):
         mixer: model_spec.Attention,
         spec: AttentionSpec,
         context: LayerContext,
-        eps: float,
     ) -> None:
-        """Build the layer that `mixer` describes; this rank has the heads that `spec` says. `eps` is that of norms."""
+        """Build the layer that `mixer` describes; this rank has the heads that `spec` says."""
         super().__init__()
         group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
         self.qkv_proj = QKVParallelLinear(
             hidden, mixer.num_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
         )
         self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
-        self.qk_norm = mixer.qk_norm == "head"
-        if self.qk_norm:
-            self.q_norm = RMSNorm(dim, eps, context.kernels, dtype)
-            self.k_norm = RMSNorm(dim, eps, context.kernels, dtype)
+        self.q_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
+        self.k_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
+        self.qk_norm = QKNorm(mixer, spec, context) if mixer.qk_norm in ("heads", "wide") else None
+        self.clip, self.turns = mixer.clip, mixer.turns
         self.sinks: Tensor | None = None
         if mixer.sinks:
             self.sinks = empty_parameter(spec.num_heads, dtype=dtype)
             first = context.mesh.tp.rank * spec.num_heads
             self.sink_slot = (mixer.num_heads,), (slice(first, first + spec.num_heads),)
-        self.eps = eps
+        self.eps = mixer.norm.eps
         self.spec = spec
         self.scaled_heads = mixer.num_kv_heads, mixer.num_heads
         """those of K and V, and those of queries, on all ranks: a checkpoint may have a scale for each"""
@@ -135,6 +188,10 @@ class Attention(Layer):
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
+        if self.clip is not None:
+            qkv = qkv.clamp_(-self.clip, self.clip)
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
         if metadata.cut is None:
             attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
         else:
@@ -142,17 +199,27 @@ class Attention(Layer):
             attended = metadata.cut(self._rotate_and_attend, qkv, kv_cache, metadata, angles, shape=shape)
         return self.o_proj(attended.view(x.shape[0], -1))
 
+    def head_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights of the norms of each head of queries and of keys, if there are such norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return self.q_norm.weight, self.k_norm.weight
+
     def _rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
         """Attend to qkv # [num_tokens, heads, head_dim] as projected; return # [num_tokens, num_heads, head_dim].
         Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly."""
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # `split` goes through Python first
-        angles = angles if self.spec.rotary else NO_ANGLES
-        norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
+        norms = self.head_weights()
+        cos_sin, positions, temperature = angles
         scale = self.kv_scale
         if metadata.max_query_len == 1 and self.decode is not None:
-            return self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps, scale, out)
+            return self.decode(
+                q, k, v, cos_sin, kv_cache, metadata, self.spec, *norms, self.eps, scale, out, temperature=temperature
+            )
         slots = metadata.slot_mappings[self.spec.group]
-        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, slots, *norms, self.eps, scale)
+        q = self.rotary_and_cache(
+            q, k, v, cos_sin, positions, kv_cache, slots, *norms, self.eps, scale, self.spec.interleaved, temperature
+        )
         return self.attend(q, kv_cache, metadata, self.spec, scale, out)

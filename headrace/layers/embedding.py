@@ -25,8 +25,10 @@ def vocab_share(vocab_size: int, group: Group) -> tuple[int, slice]:
 class VocabParallelEmbedding(Layer):
     """Computes input_ids [num_tokens] -> [num_tokens, hidden_size]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, dtype: torch.dtype, scale: float = 1.0) -> None:
+        """Build the embedding; `scale`: what its rows are multiplied by."""
         super().__init__()
+        self.scale = scale
         local, self.rows = vocab_share(vocab_size, group)
         self.shape = (vocab_size, hidden_size)
         self.weight = empty_parameter(local, hidden_size, dtype=dtype)
@@ -43,6 +45,10 @@ class VocabParallelEmbedding(Layer):
         return {f"{path}.weight": Slot(self.shape, (self.rows, slice(0, self.shape[1])), mine)}
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        embedded = self._embedded(input_ids)
+        return embedded if self.scale == 1.0 else embedded.mul_(self.scale)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
         if self.alone:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.first
@@ -62,13 +68,15 @@ class ParallelLMHead(Linear):
         dtype: torch.dtype,
         tied_to: VocabParallelEmbedding | None = None,
         soft_cap: float | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """Build the head; `tied_to`: with that embedding's weights; `soft_cap`: with logits held within +-soft_cap."""
+        """Build the head; `tied_to`: with that embedding's weights; logits are multiplied by `scale`, then held within
+        +-soft_cap."""
         local, rows = vocab_share(vocab_size, group)
         part = Part(None, (vocab_size, hidden_size), rows, slice(0, hidden_size), 0)
         super().__init__(LinearSpec(hidden_size, local, (part,), dtype))
         self.vocab_size = vocab_size
-        self.soft_cap = soft_cap
+        self.soft_cap, self.scale = soft_cap, scale
         self.all_gather = group.all_gather
         # in a tuple, so that it does not become a child
         self.tied_to: tuple[VocabParallelEmbedding | None] = (tied_to,)
@@ -91,4 +99,6 @@ class ParallelLMHead(Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.all_gather(self.compute(hidden, None))[..., : self.vocab_size]
-        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if self.soft_cap is not None:
+            return logits.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits if self.scale == 1.0 else logits.mul_(self.scale)

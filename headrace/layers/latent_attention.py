@@ -15,12 +15,12 @@ from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Group
-from headrace.layers.attention import Angles
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, column_spec
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
+from headrace.layers.rotary import Angles
 
 
 class AbsorbedLinear(ColumnParallelLinear):

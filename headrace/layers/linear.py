@@ -6,7 +6,7 @@ scheme (quantization/), which models/loader.py attaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
+from headrace.layers.stacked import InOne
 from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Part, Scheme, Slot
 from headrace.quantization.unquantized import unquantized
 
@@ -66,7 +67,7 @@ def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:
 class Linear(Layer):
     """Computes x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds the weight.
 
-    With `activation` (the kernel table's silu_and_mul), half as many outputs come out.
+    With `activation` (the kernel table's gate_and_mul), half as many outputs come out.
     """
 
     def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
@@ -92,6 +93,24 @@ class Linear(Layer):
             f"{part.path(path)}.{tensor}": slot
             for part, tensor, slot in self.scheme.layout.slots(self.spec, self.weights)
         }
+
+    def names_in_files(self, path: str) -> dict[str, InOne]:
+        """Return the name of our linear -> those of its parts, of which a checkpoint may have only the former."""
+        parts = self.spec.parts
+        return {path: InOne(tuple(part.path(path) for part in parts))} if len(parts) > 1 else {}
+
+    def read_as(self, path: str, linears: Set[str]) -> None:
+        """Take the parts from where a checkpoint with these `linears` has them: all may be rows of one. To be called
+        before `attach`."""
+        if path not in linears or len(self.spec.parts) == 1:
+            return
+        total, inputs = sum(part.shape[0] for part in self.spec.parts), self.spec.parts[0].shape[1]
+        placed, first = [], 0
+        for part in self.spec.parts:
+            rows = slice(first + part.rows.start, first + part.rows.stop)
+            placed.append(replace(part, shape=(total, inputs), rows=rows))
+            first += part.shape[0]
+        self.spec = replace(self.spec, parts=tuple(placed))
 
     def quantized_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the names under which a checkpoint may list the format of each part: its own, and the layer's."""

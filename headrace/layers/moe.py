@@ -110,7 +110,8 @@ class SparseMoE(Layer):
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size, all_gather=group.all_gather)))
-            self.add_module(spec.names.shared, GatedMLP(hidden_size, spec.intermediate_size, False, unreduced))
+            shared = model_spec.DenseMLP(hidden_size, spec.intermediate_size)
+            self.add_module(spec.names.shared, GatedMLP(shared, unreduced))
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
@@ -148,7 +149,7 @@ class SparseMoE(Layer):
         """Return the same of the router and of the shared expert's gate."""
         return {part.name: [f"{self._block(path)}.{part.name}"] for part in self.router_spec.parts}
 
-    def names_in_transformers(self, path: str) -> dict[str, InOne]:
+    def names_in_files(self, path: str) -> dict[str, InOne]:
         """Return the names of linears of all experts, and of the router, as transformers holds them -> those of
         checkpoints (models/checkpoint.py: `unstacked`)."""
         spec, names, block = self.spec, self.spec.names, self._block(path)

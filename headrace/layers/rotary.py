@@ -4,22 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.model_config import ModelConfig
+from headrace.layer_parts import Rope, Turns
+from headrace.layers.context import LayerContext
+from headrace.layers.layer import Layer
 
 
-def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
-    """Return [max_position_embeddings, head_dim] float32: the cosines for half a head, then the sines."""
-    scaling = config.rope_scaling or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    inverse, factor = FREQUENCIES[rope_type](config, scaling)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
-    angles = positions[:, None] * inverse.to(device)
+def rope_table(rope: Rope, rotary_dim: int, positions: int, device: torch.device) -> Tensor:
+    """Return # [positions, rotary_dim] float32: the cosines for half of what is rotated, then the sines."""
+    inverse, factor = FREQUENCIES[rope.kind](rope.theta, rotary_dim, dict(rope.scaling))
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inverse.to(device)
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+
+class Angles(NamedTuple):
+    """Holds what layers that are turned alike hand to attention in a step."""
+
+    cos_sin: Tensor | None
+    positions: Tensor | None
+    """with `cos_sin` what the kernel table's `step_angles` made of the rope table; None both: nothing is rotated"""
+    temperature: Tensor | None = None
+    """# [num_tokens] float32: factors of queries"""
+
+
+NO_ANGLES = Angles(None, None)
+"""Positions turn nothing."""
+
+
+class Rotary(Layer):
+    """Makes a step's Angles for the layers that have the same Turns."""
+
+    def __init__(self, turns: Turns, positions: int, context: LayerContext) -> None:
+        """Compute the tables for `positions` positions."""
+        super().__init__()
+        self.turns = turns
+        self.cos_sin: Tensor | None = None
+        if turns.rope is not None:
+            self.cos_sin = rope_table(turns.rope, turns.rotary_dim, positions, context.device)
+        self.temperatures: Tensor | None = None
+        if (heat := turns.temperature) is not None:
+            places = torch.arange(positions, dtype=torch.float32, device=context.device)
+            grown = torch.floor((places + heat.first) / heat.length)
+            self.temperatures = 1 + heat.beta * torch.log(1 + grown)
+        self.step_angles = context.kernels.step_angles
+
+    def forward(self, positions: Tensor) -> Angles:
+        """Return the angles of a step's tokens; positions # [num_tokens] int64."""
+        temperature = None if self.temperatures is None else self.temperatures[positions]
+        if self.cos_sin is None:
+            return Angles(None, None, temperature)
+        cos_sin, rows = self.step_angles(self.cos_sin, positions)
+        return Angles(cos_sin, rows, temperature)
 
 
 def table_of_step(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,23 +70,22 @@ def table_of_step(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> tuple[Ten
     return angles, torch.arange(positions.shape[1], device=cos_sin.device)
 
 
-def _powers(config: ModelConfig) -> Tensor:
-    """Return theta ** (2 i / head_dim) # [head_dim / 2]"""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    return config.rope_theta**exponents
+def _powers(theta: float, dim: int) -> Tensor:
+    """Return theta ** (2 i / dim) # [dim / 2]"""
+    return theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def _default(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    return 1.0 / _powers(config), 1.0
+def _default(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    return 1.0 / _powers(theta, dim), 1.0
 
 
-def _linear(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    return 1.0 / _powers(config) / scaling["factor"], 1.0
+def _linear(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    return 1.0 / _powers(theta, dim) / scaling["factor"], 1.0
 
 
-def _llama3(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _llama3(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
-    inverse = 1.0 / _powers(config)
+    inverse = 1.0 / _powers(theta, dim)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
@@ -57,15 +95,13 @@ def _llama3(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float
     return torch.where(wavelength < original / high, inverse, scaled), 1.0
 
 
-def _yarn(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _yarn(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     """Keep frequencies with many turns within the original context, divide those with few by `factor`, with a ramp
     between; cosines and sines grow by an attention factor (YaRN, arXiv 2309.00071)."""
-    original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = scaling.get("factor") or config.max_position_embeddings / original
-    dim = config.head_dim
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
     def dimension(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -73,9 +109,18 @@ def _yarn(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    powers = _powers(config)
+    powers = _powers(theta, dim)
     inverse = 1.0 / (factor * powers) * ramp + 1.0 / powers * (1 - ramp)
     return inverse, _yarn_attention_factor(factor, scaling)
+
+
+def _longrope(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Divide each frequency by a factor of its own; cosines and sines grow by one that follows from how far the context
+    was stretched (LongRoPE, arXiv 2402.13753)."""
+    factors = torch.tensor(scaling["long_factor"], dtype=torch.float32)
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (factors * _powers(theta, dim)), scaling.get("attention_factor", grown)
 
 
 def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
@@ -89,12 +134,13 @@ def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
     return magnitude(1.0)
 
 
-FREQUENCIES: dict[str, Callable[[ModelConfig, dict[str, Any]], tuple[Tensor, float]]] = {
+FREQUENCIES: dict[str, Callable[[float, int, dict[str, Any]], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,  # differs only beyond max_position_embeddings, where no sequence goes
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
-"""rope_type -> (inverse frequencies [head_dim / 2], factor for cosines and sines). models/registry.py, which loads no
-torch, lists the types and the fields they need too."""
+"""rope_type -> (theta, rotary_dim, fields) -> (inverse frequencies [rotary_dim / 2], factor for cosines and sines).
+models/ropes.py, which loads no torch, lists the types and the fields they need too."""

@@ -142,7 +142,7 @@ def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterat
         if held is None:
             yield one
         elif not held.experts:
-            yield replace(one, name=f"{held.linears[0]}.{tensor}", within=one.name)
+            yield from (replace(one, name=f"{linear}.{tensor}", within=one.name) for linear in held.linears)
         elif tensor != "weight_shape":  # that of all experts together
             yield from _each_expert(one, tensor, held)
 

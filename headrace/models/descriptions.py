@@ -6,13 +6,15 @@ modules that serve it. The table of families is in registry.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from headrace.layer_parts import Norm, Norms, Rope
 from headrace.model_config import Fields, head_dim, num_layers
 from headrace.model_spec import (
+    Activation,
     Attention,
     DenseMLP,
     ExpertNames,
@@ -20,8 +22,10 @@ from headrace.model_spec import (
     FeedForward,
     LatentAttention,
     LayerSpec,
+    Mixer,
 )
-from headrace.models.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
+from headrace.models.encoders import kimi_vision, llama4_vision, qwen3_vision
+from headrace.models.ropes import read_rope, read_temperature
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,12 @@ class Described:
     layers: tuple[LayerSpec, ...]
     vision_weights: int = 0
     draft_weights: int = 0
+    norm: Norm = Norm()
+    """the last one"""
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
 
 Describe = Callable[[Fields], Described]
@@ -40,19 +50,43 @@ Windows = Callable[[Fields], list[int | None]]
 
 
 def attention(c: Fields, window: int | None = None, **changes: Any) -> Attention:
-    """Return grouped-query attention, whose sizes most families name alike."""
+    """Return grouped-query attention, whose sizes most families name alike, and which rotates whole heads."""
     heads = c.integer("num_attention_heads")
     kv_heads = c.integer("num_key_value_heads", heads)
+    if "rope" not in changes:
+        changes["rope"] = read_rope(c)
+        if changes["rope"].share != 1.0:
+            raise c.refusal("partial_rotary_factor", "1.0")
     return Attention(c.integer("hidden_size"), heads, kv_heads, head_dim(c), window, **changes)
 
 
-def dense(c: Fields, bias: bool = False, width: str = "intermediate_size") -> DenseMLP:
-    """Return a dense feed-forward of the width in field `width`."""
-    return DenseMLP(c.integer("hidden_size"), c.integer(width), bias)
+def rms_norm(c: Fields, default: float = 1e-6, plus_one: bool = False) -> Norm:
+    """Return the RMS norm of the epsilon in `rms_norm_eps`, `default` where the field is absent."""
+    eps = c.number("rms_norm_eps", None if "rms_norm_eps" in c.values else default, above=0)
+    return Norm(eps=eps, plus_one=plus_one)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""what config.json calls an activation -> what it is here"""
+
+
+def dense(c: Fields, bias: bool = False, width: str = "intermediate_size", activation: str = "hidden_act") -> DenseMLP:
+    """Return a dense feed-forward of the width and activation in the fields `width` and `activation`."""
+    name = c.text(activation, "silu")
+    if name not in ACTIVATIONS:
+        raise c.refusal(activation, f"one of {', '.join(ACTIVATIONS)}")
+    return DenseMLP(c.integer("hidden_size"), c.integer(width), bias, ACTIVATIONS[name])
 
 
 def experts(c: Fields, count: str = "num_local_experts", width: str = "intermediate_size", **changes: Any) -> Experts:
     """Return a mixture of experts, whose number and width are in the fields `count` and `width`."""
+    if c.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise c.refusal("hidden_act", "silu")
     number = c.integer(count)
     per_token = c.integer("num_experts_per_tok", maximum=number)
     return Experts(c.integer("hidden_size"), number, per_token, c.integer(width), **changes)
@@ -163,21 +197,34 @@ def llama(
     qkv_bias: bool | None = None,
     o_bias: bool | None = None,
     mlp_bias: bool | None = None,
-    qk_norm: Literal["none", "head"] = "none",
+    o_bias_field: str = "attention_bias",
+    qk_norm: Literal["none", "head", "wide"] = "none",
     feed_forwards: FeedForwards = all_dense,
 ) -> Described:
     """Describe Llama, and with other windows, biases, norms and feed-forwards Mistral, Mixtral, Qwen 2 and Qwen 3.
 
-    A bias that is None follows config.json's `attention_bias` or `mlp_bias`.
+    A bias that is None follows config.json's `attention_bias` (that of attention's output: `o_bias_field`) or
+    `mlp_bias`.
     """
 
     def biased(quirk: bool | None, name: str) -> bool:
         return c.flag(name) if quirk is None else quirk
 
-    biases = {"qkv_bias": biased(qkv_bias, "attention_bias"), "o_bias": biased(o_bias, "attention_bias")}
-    mixers = [attention(c, window, qk_norm=qk_norm, **biases) for window in windows(c)]
+    norm = rms_norm(c)
+    biases = {"qkv_bias": biased(qkv_bias, "attention_bias"), "o_bias": biased(o_bias, o_bias_field)}
+    mixers = [
+        attention(c, window, qk_norm=qk_norm, norm=norm, temperature=read_temperature(c), **biases)
+        for window in windows(c)
+    ]
     blocks = feed_forwards(c, biased(mlp_bias, "mlp_bias"))
-    return Described(tuple(map(LayerSpec, mixers, blocks)))
+    return alike(mixers, blocks, Norms(norm=norm))
+
+
+def alike(mixers: Sequence[Mixer], blocks: Sequence[FeedForward], norms: Norms, **of_model: Any) -> Described:
+    """Return a model whose layers have norms in the same places, and whose last norm is like theirs. `of_model`:
+    further fields of Described."""
+    layers = tuple(LayerSpec(mixer, block, norms) for mixer, block in zip(mixers, blocks, strict=True))
+    return Described(layers, norm=norms.norm, **of_model)
 
 
 def gpt_oss(c: Fields) -> Described:
@@ -185,17 +232,19 @@ def gpt_oss(c: Fields) -> Described:
     kinds = layer_types(c) or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
     window = c.optional("sliding_window") if "sliding_window" in c.values else 128
     bias = c.flag("attention_bias", True)
-    sliding, full = (attention(c, keys, qkv_bias=bias, o_bias=bias, sinks=True) for keys in (window, None))
+    norm = rms_norm(c)
+    sliding, full = (attention(c, keys, qkv_bias=bias, o_bias=bias, sinks=True, norm=norm) for keys in (window, None))
     clamp = c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0, above=0)
     names = ExpertNames(router="router", stacked="gate_up_proj")
     block = experts(c, bias=True, clamp=clamp, names=names)
-    return Described(tuple(LayerSpec(sliding if kind == "sliding_attention" else full, block) for kind in kinds))
+    mixers = [sliding if kind == "sliding_attention" else full for kind in kinds]
+    return alike(mixers, [block] * len(kinds), Norms(norm=norm))
 
 
 # ---- families that have no modules yet
 
 
-def _encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
+def encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
     """Return the parameters of the vision encoder, 0 where there is none."""
     vision = c.object("vision_config")
     return count(vision, *sizes) if vision else 0
@@ -233,51 +282,31 @@ def deepseek(c: Fields) -> Described:
     plain = dense(c)
     layers = tuple(LayerSpec(mixer, plain if i < first else routed) for i in range(num_layers(c)))
     draft = LayerSpec(mixer, routed).weights + 2 * hidden**2 + 3 * hidden
-    return Described(layers, _encoder(c, kimi_vision, hidden), c.integer("num_nextn_predict_layers", 0, 0) * draft)
+    return Described(layers, encoder(c, kimi_vision, hidden), c.integer("num_nextn_predict_layers", 0, 0) * draft)
 
 
 def llama4(c: Fields) -> Described:
     """Describe Llama 4, with routed experts and a shared one in every n-th layer. Every fourth layer sees all keys,
     without positions; the others see those of their chunk."""
     width, step = c.integer("intermediate_size"), c.integer("interleave_moe_layer_step")
-    everything, chunked = attention(c, rotary=False), attention(c, c.optional("attention_chunk_size"), chunked=True)
+    everything, chunked = attention(c, rope=None), attention(c, c.optional("attention_chunk_size"), chunked=True)
     routed = experts(c, intermediate_size=width, names=ExpertNames("feed_forward", router="router"))
     plain = dense(c, width="intermediate_size_mlp")
     layers = tuple(
         LayerSpec(chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed)
         for i in range(num_layers(c))
     )
-    return Described(layers, _encoder(c, llama4_vision, c.integer("hidden_size")))
-
-
-def gemma3(c: Fields) -> Described:
-    """Describe Gemma 3, with a window in five layers of six and four norms a layer."""
-    pattern = c.integer("sliding_window_pattern")
-    sliding, full = attention(c, c.integer("sliding_window"), qk_norm="head"), attention(c, qk_norm="head")
-    block = dense(c)
-    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    names = tuple(f"{name}_layernorm" for name in norms)
-    layers = tuple(LayerSpec(sliding if (i + 1) % pattern else full, block, names) for i in range(num_layers(c)))
-    return Described(layers, _encoder(c, gemma3_vision, c.integer("hidden_size")))
+    return Described(layers, encoder(c, llama4_vision, c.integer("hidden_size")))
 
 
 def minimax(c: Fields) -> Described:
     """Describe MiniMax M2, with experts in every layer. The layers for further tokens that its config.json mentions are
     in no checkpoint."""
-    mixer = attention(c, qk_norm="wide" if c.flag("use_qk_norm", True) else "none")
+    mixer = attention(c, qk_norm="wide" if c.flag("use_qk_norm", True) else "none", rope=Rope())
     return Described((LayerSpec(mixer, experts(c, names=W1_W3_W2)),) * num_layers(c))
-
-
-GEMMA3: dict[str, Any] = {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "sliding_window_pattern": 6,
-    "tie_word_embeddings": True,
-}
-"""Values of fields that Gemma 3's config.json leaves out"""
 
 
 def qwen3_vl(c: Fields) -> Described:
     """Describe Qwen3-VL: Qwen3-MoE behind a vision encoder."""
     text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
-    return Described(text.layers, _encoder(c, qwen3_vision))
+    return replace(text, vision_weights=encoder(c, qwen3_vision))

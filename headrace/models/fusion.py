@@ -1,9 +1,9 @@
 """Decides which layers of a model are computed together, from one recorded run of its forward.
 
 In that run leaf layers (norms, linears, experts, embedding) only record which layer reads which output; the code in
-between is the model's own. A norm with one reader is fused into that reader, and the sum with the residual in front of
-the norm into the layer whose output it adds. Layers do not know their neighbours; this module tells them, before
-`finalize`.
+between is the model's own. An RMS norm with one reader is fused into that reader, and the sum with the residual in
+front of any norm into the layer whose output it adds. Layers do not know their neighbours; this module tells them,
+before `finalize`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.layers.embedding import VocabParallelEmbedding
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.moe import SparseMoE
-from headrace.layers.norm import RMSNorm
+from headrace.layers.norm import LayerNorm, RMSNorm, Sum
 
 
 @dataclass(eq=False)
@@ -59,9 +59,9 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Norm:
-    """Describes a norm of the run."""
+    """Describes a norm of the run, or a sum that is not normed."""
 
-    norm: RMSNorm
+    norm: RMSNorm | LayerNorm | Sum
     hidden: Placeholder
     """its input, which it adds to the residual"""
     adds: bool
@@ -71,7 +71,7 @@ class Norm:
     def reader(self) -> Linear | SparseMoE | None:
         """Return the only layer that reads the norm, if it can compute the norm itself; else None."""
         readers = self.out.readers
-        reader = readers[0] if len(readers) == 1 else None
+        reader = readers[0] if len(readers) == 1 and isinstance(self.norm, RMSNorm) else None
         return reader if isinstance(reader, Linear | SparseMoE) else None
 
     def source(self) -> RowParallelLinear | SparseMoE | None:
@@ -91,16 +91,16 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
         return f"No norm is fused: a run of {type(model).__name__} cannot be recorded ({why})."
     fused = summed = 0
     for recorded in norms:
-        reader, source = recorded.reader(), recorded.source()
-        if reader is not None:
-            recorded.norm.deferred = True
-            reader.fuse_norm(recorded.norm)
+        norm, reader, source = recorded.norm, recorded.reader(), recorded.source()
+        if reader is not None and isinstance(norm, RMSNorm):
+            norm.deferred, norm.sum_is_left = True, isinstance(reader, Linear)
+            reader.fuse_norm(norm)
             fused += 1
         if source is not None:
             source.pending = True
             summed += 1
-            if isinstance(reader, Linear):
-                source.fuse_next_norm(recorded.norm)
+            if isinstance(norm, RMSNorm) and norm.sum_is_left:
+                source.fuse_next_norm(norm)
     return (
         f"Fused: {fused} of {len(norms)} norms into the layers that read them, {summed} sums with the residual into "
         "the layers before."
@@ -123,7 +123,7 @@ def _recording(model: nn.Module, norms: list[Norm]) -> Iterator[None]:
     try:
         for layer in model.modules():
             stand_ins: dict[str, Callable[..., Any]] = {}
-            if isinstance(layer, RMSNorm):
+            if isinstance(layer, RMSNorm | LayerNorm | Sum):
                 stand_ins["forward"] = partial(_norms, norms, layer)
             elif isinstance(layer, Linear | SparseMoE | VocabParallelEmbedding):
                 stand_ins["forward"] = partial(_reads, layer)
@@ -145,7 +145,9 @@ def _reads_whole(*arguments: Any, **options: Any) -> Placeholder:
     return Placeholder(None)
 
 
-def _norms(norms: list[Norm], layer: RMSNorm, hidden: Any, residual: Any = None) -> tuple[Placeholder, Placeholder]:
+def _norms(
+    norms: list[Norm], layer: RMSNorm | LayerNorm | Sum, hidden: Any, residual: Any = None
+) -> tuple[Placeholder, Placeholder]:
     read = hidden if isinstance(hidden, Placeholder) else Placeholder(None)
     read.readers.append(layer)
     norms.append(Norm(layer, read, residual is not None, Placeholder(layer)))

@@ -1,63 +1,68 @@
-"""Implements Llama and the families shaped like it: Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE and
-Qwen3-MoE.
+"""Implements Llama and the families shaped like it.
 
-What sets them apart (biases, QK norm, sliding windows, experts) is in each layer's description. Attributes are named
-as in the checkpoint, except fused layers, which know the names of their parts.
+What sets them apart (norms and where they are, rotation, biases, windows, activations, experts) is in each layer's
+description. Attributes are named as in the checkpoint, except fused layers, which know the names of their parts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headrace import model_spec as spec_of
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
-from headrace.layers.attention import Angles, Attention
+from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.layer import Layer
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
-from headrace.layers.norm import RMSNorm
-from headrace.layers.rotary import rope_table
+from headrace.layers.norm import Sum, make_norm
+from headrace.layers.rotary import NO_ANGLES, Angles, Rotary
 from headrace.model_config import ModelConfig
 from headrace.model_spec import LayerSpec, ModelSpec
 
 
 class LlamaDecoderLayer(Layer):
-    """Computes one layer: attention, then a feed-forward, each behind a norm."""
+    """Computes one layer: attention, then a feed-forward, with norms before or behind them; or both at once."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: LayerSpec,
-        spec: AttentionSpec | None,
-        context: LayerContext,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
         super().__init__()
-        sizes = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
-        self.input_layernorm = RMSNorm(*sizes)
+        norms, block = layer.norms, layer.feed_forward
+        for name in norms.names:
+            self.add_module(name, make_norm(norms.norm, layer.mixer.hidden_size, context.kernels, context.dtype))
+        self.sum = Sum()
+        """in place of a norm that there is not"""
+        self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
+        self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
         assert isinstance(layer.mixer, spec_of.Attention)
         assert spec is not None
-        self.self_attn = Attention(layer.mixer, spec, context, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(*sizes)
-        block = layer.feed_forward
+        self.self_attn = Attention(layer.mixer, spec, context)
         if isinstance(block, spec_of.Experts):
             self.mlp: Layer = SparseMoE(block, context)
         else:
-            self.mlp = GatedMLP(block.hidden_size, block.intermediate_size, block.bias, context)
+            self.mlp = GatedMLP(block, context)
 
     def forward(
         self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
     ) -> tuple[Any, Tensor]:
         """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
         adds to the residual."""
-        hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, angles, metadata, kv_cache)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        x, residual = getattr(self, self.before_mixer)(hidden, residual)
+        hidden = self.self_attn(x, angles, metadata, kv_cache)
+        if self.after_mixer:
+            hidden, _ = getattr(self, self.after_mixer)(hidden)
+        if self.parallel:
+            _, residual = self.sum(hidden, residual)
+        else:
+            x, residual = getattr(self, self.before_block)(hidden, residual)
+        hidden = self.mlp(x)
+        if self.after_block:
+            hidden, _ = getattr(self, self.after_block)(hidden)
+        return hidden, residual
 
 
 class LlamaModel(Layer):
@@ -65,24 +70,28 @@ class LlamaModel(Layer):
 
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
-        self.cos_sin = rope_table(config, context.device)
-        self.step_angles = context.kernels.step_angles
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
-        )
+        group, dtype = context.mesh.tp, context.dtype
+        self.rotaries = nn.ModuleList(Rotary(turns, spec.max_position_embeddings, context) for turns in spec.turns)
+        every = [*spec.turns, None]
+        self.turned_by = [every.index(layer.mixer.turns) for layer in spec.layers]
+        """which of the rotaries turns each layer; their number: none"""
+        scale = spec.embedding_scale
+        if spec.rounds_embedding_scale:
+            scale = float(torch.tensor(scale, dtype=dtype))
+        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype, scale)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, attention, context)
+            LlamaDecoderLayer(layer, attention, context)
             for layer, attention in zip(spec.layers, context.specs, strict=True)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
+        self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
-        angles = self.step_angles(self.cos_sin, positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, angles, metadata, kv_cache)
+        angles = [*(rotary(positions) for rotary in self.rotaries), NO_ANGLES]
+        for layer, turned_by, kv_cache in zip(self.layers, self.turned_by, kv_caches, strict=True):
+            hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache)
         return self.norm(hidden, residual)[0]
 
 
@@ -92,8 +101,9 @@ class LlamaForCausalLM(Layer):
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         self.model = LlamaModel(config, spec, context)
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype, tied_to)
+        tied_to = self.model.embed_tokens if spec.tied_embeddings else None
+        sizes = (spec.vocab_size, spec.hidden_size, context.mesh.tp, context.dtype)
+        self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]

@@ -117,25 +117,24 @@ def load_model(
 
 
 def _headers(layers: list[tuple[str, Layer]], headers: Headers) -> Headers:
-    """Return what gives the tensors of a file's header one by one, where layers' experts are tensors together."""
+    """Return what gives the tensors of a file's header one by one, where layers' experts, or linears over one input,
+    are tensors together."""
     names: dict[str, InOne] = {}
     for path, layer in layers:
-        if isinstance(layer, SparseMoE):
-            names |= layer.names_in_transformers(path)
+        if isinstance(layer, SparseMoE | Linear):
+            names |= layer.names_in_files(path)
     return functools.cache(lambda file: list(unstacked(headers(file), names)))
 
 
 def _read_as_stored(folder: Path, layers: list[tuple[str, Layer]], headers: Headers) -> None:
-    """Tell layers of experts in which of their forms a checkpoint holds them."""
-    sparse = [(path, layer) for path, layer in layers if isinstance(layer, SparseMoE)]
-    if not sparse:
-        return
+    """Tell layers of experts, and linears of several parts, in which of their forms a checkpoint holds them."""
     files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
     found = {linear_of(stored.name) for file in files for stored in headers(file)}
     linears = found | {f"model.{name}" for name in found}
-    for path, layer in sparse:
-        layer.read_as(path, linears)
+    for path, layer in layers:
+        if isinstance(layer, SparseMoE | Linear):
+            layer.read_as(path, linears)
 
 
 def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str, Slot]:

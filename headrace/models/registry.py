@@ -14,10 +14,12 @@ from typing import Any
 from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
 from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.model_config import MOST, Fields, ModelConfig, read_object
+from headrace.model_config import Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
+from headrace.models import dense_families as families
 from headrace.models import descriptions
 from headrace.models.descriptions import Describe
+from headrace.models.encoders import gemma3_vision
 from headrace.quantization.table import resolve_format
 
 
@@ -50,8 +52,7 @@ class ModelEntry:
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
             layers=described.layers,
             tied_embeddings=fields.flag("tie_word_embeddings"),
-            vision_weights=described.vision_weights,
-            draft_weights=described.draft_weights,
+            **{name: getattr(described, name) for name in OF_MODEL},
         )
 
     def reasons(self, config: ModelConfig) -> list[str]:
@@ -60,9 +61,13 @@ class ModelEntry:
         own = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
         if not own and self.spec(config.fields).is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
-        return [*own, *_shape_reasons(config), *_rope_reasons(config), *_feature_reasons(config)]
+        return [*own, *_shape_reasons(config), *_feature_reasons(config)]
 
 
+OF_MODEL = (
+    "vision_weights", "draft_weights", "norm", "embedding_scale", "rounds_embedding_scale", "logit_scale", "logit_cap",
+)  # fmt: skip
+"""Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
 """Module and class of the families shaped like Llama"""
 PLAIN_BIASES = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
@@ -75,6 +80,12 @@ def _llama(architecture: str, *needs: str, **quirks: Any) -> ModelEntry:
     """Return the entry of a family that models/llama.py serves."""
     return ModelEntry(architecture, partial(descriptions.llama, **quirks), *LLAMA, needs)
 
+
+TIED = {"tie_word_embeddings": True}
+HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
+ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias", o_bias=True)
+
+GEMMA3_VISION = families.text_part_of({"gemma3_text": families.gemma3}, gemma3_vision)
 
 MODELS = (
     _llama("LlamaForCausalLM"),
@@ -99,13 +110,35 @@ MODELS = (
         "GptOssForCausalLM", descriptions.gpt_oss, *LLAMA,
         needs=(KV_HEADS, "head_dim", "num_local_experts", PER_TOKEN, "rms_norm_eps"),
     ),
+    ModelEntry("GemmaForCausalLM", families.gemma, *LLAMA, defaults=families.GEMMA1),
+    ModelEntry("Gemma2ForCausalLM", families.gemma2, *LLAMA, defaults=families.GEMMA_DEFAULTS),
+    ModelEntry("Gemma3ForCausalLM", families.gemma3, *LLAMA, defaults=families.GEMMA3),
+    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=families.GEMMA3),
+    ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
+    ModelEntry("Cohere2ForCausalLM", families.cohere2, *LLAMA, defaults=TIED),
+    ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("Glm4ForCausalLM", families.glm4, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("Phi3ForCausalLM", families.phi3, *LLAMA),
+    ModelEntry("GraniteForCausalLM", families.granite, *LLAMA),
+    ModelEntry("OlmoForCausalLM", families.olmo, *LLAMA),
+    ModelEntry("Olmo2ForCausalLM", families.olmo2, *LLAMA),
+    ModelEntry("Olmo3ForCausalLM", families.olmo3, *LLAMA),
+    _llama("MinistralForCausalLM", KV_HEADS, windows=families.ministral_window, **PLAIN_BIASES),
+    _llama("Ministral3ForCausalLM", KV_HEADS, windows=descriptions.raw_window, **PLAIN_BIASES),
+    ModelEntry("SmolLM3ForCausalLM", families.smollm3, *LLAMA, (KV_HEADS,), TIED),
+    ModelEntry("Exaone4ForCausalLM", families.exaone4, *LLAMA, (KV_HEADS,)),
+    ModelEntry("StableLmForCausalLM", families.stablelm, *LLAMA, (KV_HEADS,)),
+    ModelEntry(
+        "SeedOssForCausalLM", partial(descriptions.llama, o_bias_field="attention_out_bias"), *LLAMA,
+        (KV_HEADS, "head_dim"), {"attention_bias": True},
+    ),
+    ModelEntry("HeliumForCausalLM", HELIUM, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("Ernie4_5ForCausalLM", ERNIE, *LLAMA, (KV_HEADS, "head_dim"), TIED),
     ModelEntry("DeepseekV3ForCausalLM", descriptions.deepseek),
     ModelEntry("DeepseekV32ForCausalLM", descriptions.deepseek),
     ModelEntry("GlmMoeDsaForCausalLM", descriptions.deepseek),
     ModelEntry("KimiK25ForConditionalGeneration", descriptions.deepseek),
     ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
-    ModelEntry("Gemma3ForConditionalGeneration", descriptions.gemma3, defaults=descriptions.GEMMA3),
-    ModelEntry("Gemma3ForCausalLM", descriptions.gemma3, defaults=descriptions.GEMMA3),
     ModelEntry("MiniMaxM2ForCausalLM", descriptions.minimax),
     ModelEntry("Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl),
 )  # fmt: skip
@@ -116,17 +149,6 @@ PLUGINS = "headrace.models"
 """Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
 VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
 """Fields of config.json of which a vision-language model has at least one"""
-
-ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (),
-}
-"""rope_type -> the fields that it needs"""
-ROPE_NUMBERS = ("factor", "low_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-"""Fields of any rope type whose quotients must have a finite logarithm"""
 
 
 def find_entry(architecture: str) -> ModelEntry | None:
@@ -159,9 +181,10 @@ def read_served_config(folder: Path) -> ModelConfig:
     """
     raw = read_object(folder / "config.json")
     names = Fields(raw, "config.json").texts("architectures")
-    if names and served_entry(names[0]) is None:
+    entry = served_entry(names[0]) if names else None
+    if names and entry is None:
         raise _not_served(names[0], raw)
-    return ModelConfig.from_folder(folder)
+    return ModelConfig.from_folder(folder, {} if entry is None else entry.defaults)
 
 
 def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:
@@ -224,7 +247,7 @@ def attention_specs(
             num_heads=heads // tp_size,
             num_kv_heads=max(1, kv_heads // tp_size),
             head_dim=mixer.cached_values if latent else mixer.head_dim,
-            scale=mixer.head_dim**-0.5,
+            scale=getattr(mixer, "scale", None) or mixer.head_dim**-0.5,
             block_size=block_size,
             dtype=dtype,
             sliding_window=mixer.window,
@@ -234,8 +257,8 @@ def attention_specs(
         )
         if isinstance(mixer, LatentAttention):
             return replace(spec, latent_dim=mixer.latent_dim)
-        own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "rotary")}
-        return replace(spec, **own)
+        own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "soft_cap")}
+        return replace(spec, interleaved=mixer.rope is not None and mixer.rope.interleaved, **own)
 
     described = describe(config)
     specs = [on_a_rank(layer.mixer) for layer in described.layers]
@@ -258,38 +281,8 @@ def _shape_reasons(config: ModelConfig) -> list[str]:
     return reasons
 
 
-def _rope_reasons(config: ModelConfig) -> list[str]:
-    fields, parameters = config.fields, config.fields.object("rope_parameters")
-    if any(isinstance(value, dict) for value in parameters.values.values()):
-        return ["`rope_parameters` differs between layers; accepted: one set for all"]
-    reasons = []
-    partial = fields.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        reasons.append(f"`partial_rotary_factor` is {partial}; accepted: 1.0")
-    scaling = Fields(config.rope_scaling or {}, fields.where, "rope_scaling.")
-    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    if rope_type not in ROPE_FIELDS:
-        return [*reasons, f"rope type is {rope_type!r}; accepted: {', '.join(ROPE_FIELDS)}"]
-    missing = [name for name in ROPE_FIELDS[rope_type] if scaling.values.get(name) is None]
-    if missing:
-        reasons.append(f"`rope_scaling` of type {rope_type} lacks {', '.join(missing)}")
-    _check_rope_numbers(scaling)
-    return reasons
-
-
-def _check_rope_numbers(scaling: Fields) -> None:
-    """Raise UnsupportedModelError for a number with which frequencies cannot be computed."""
-    for name in ROPE_NUMBERS:
-        scaling.number(name, 1.0, above=1e-9, maximum=MOST)
-    scaling.number("high_freq_factor", MOST, above=scaling.number("low_freq_factor", 0.0))
-    for name in ("mscale", "mscale_all_dim", "attention_factor"):
-        scaling.number(name, 1.0)
-
-
 def _feature_reasons(config: ModelConfig) -> list[str]:
     reasons = []
-    if config.hidden_act not in ("silu", "swish"):
-        reasons.append(f"`hidden_act` is {config.hidden_act!r}; accepted: silu")
     if config.dtype not in ("float16", "bfloat16", "float32"):
         reasons.append(f"`dtype` is {config.dtype!r}; accepted: float16, bfloat16, float32")
     return reasons

@@ -33,10 +33,11 @@ AITER_HEAD_DIMS = (64, 128, 256)
 def model_gaps(raw: dict[str, Any], asked: str | None = None) -> list[str]:
     """Say why headrace cannot serve the model of a raw config.json, with --quantization `asked`; empty: it can."""
     names = raw.get("architectures") or ["unknown"]
-    if served_entry(names[0]) is None:
+    entry = served_entry(names[0])
+    if entry is None:
         return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
     try:
-        config = ModelConfig.from_dict(raw)
+        config = ModelConfig.from_dict(raw, defaults=entry.defaults)
         resolve(config)
         resolve_format(config, asked)
     except (UnsupportedModelError, ConfigError) as error:

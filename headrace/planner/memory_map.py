@@ -205,7 +205,7 @@ def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str
     for count, _, sizes in stage:
         for part, size in sizes.items():
             sums[part] += count * size
-    sums["norms"] += shape.final_weights * plain
+    sums["norms"] += sum(one.plain_bytes(plain) for one in shape.spec.norm_parameters)
     sums["extra"] = shape.spec.vision_weights * plain / tp
     if speculates:
         sums["extra"] += shape.spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus
@@ -221,7 +221,7 @@ def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
     """
     shape, chip = deployment.shape, deployment.chip
     mixers = [group.mixer for group in shape.groups]
-    angles = 4 * shape.spec.max_position_embeddings * max(mixer.head_dim for mixer in mixers)
+    angles = 4 * shape.spec.max_position_embeddings * sum(turns.numbers for turns in shape.spec.turns)
     streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
     unpacks = any(
         mixer.kind != "mla" and mixer.window is None and mixer.head_dim in COPY_ENGINE_PREFILL for mixer in mixers

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.graph_sizes import most_in_pieces
-from headrace.model_config import Fields, quantization_of
+from headrace.model_config import Fields, quantization_of, text_part
 from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
 from headrace.models.registry import DESCRIBED, find_entry
 from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
@@ -84,7 +84,7 @@ class ModelShape:
     @property
     def final_weights(self) -> int:
         """Parameters of the last norm."""
-        return self.spec.hidden_size
+        return total(self.spec.norm_parameters)
 
     @property
     def extra_weights(self) -> int:
@@ -199,8 +199,7 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
     try:
         fields = Fields(config, f"config.json of {name}")
         architecture = next(iter(fields.texts("architectures")), "none")
-        text = replace(fields, where=f"{fields.where} ({architecture})")
-        text = text.changed(text.object("text_config").values)
+        text = text_part(replace(fields, where=f"{fields.where} ({architecture})"))
         entry = find_entry(architecture)
         if entry is None:
             known = ", ".join(sorted(DESCRIBED))

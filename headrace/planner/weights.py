@@ -46,7 +46,7 @@ def layer_bytes(
         "dense": size("dense", dense, {"width": 1 / tp, "whole": 1.0}),
         "router": total(feed_forward.parameters, "router") * plain,
         "experts": size("experts", feed_forward.expert_parameters, of_expert, experts) if experts else 0.0,
-        "norms": group.layer.norm_weights * plain,
+        "norms": sum(one.plain_bytes(plain) for one in group.layer.norm_parameters),
     }
 
 
@@ -74,7 +74,7 @@ def fullest_share(width: int, unit: int, ranks: int) -> float:
 
 
 def _stored(parameter: Parameter, held: WeightFormat, plain: int) -> float:
-    return held.num_bytes(*parameter.shape) if parameter.kind == "linear" else parameter.size * plain
+    return held.num_bytes(*parameter.shape) if parameter.kind == "linear" else parameter.plain_bytes(plain)
 
 
 def _resident(
@@ -85,9 +85,9 @@ def _resident(
     for one in parameters:
         if one.kind == "linear":
             linears.setdefault(one.fused or one.name, []).append(one)
-    others = sum(one.size * shares[one.split] for one in parameters if one.kind != "linear")
+    others = sum(one.plain_bytes(plain) * shares[one.split] for one in parameters if one.kind != "linear")
     ours = (_held_linear(name, parts, shares, experts) for name, parts in linears.items())
-    return plain * max(1, experts) * others + sum(resident_bytes(held, one, plain) for one in ours)
+    return max(1, experts) * others + sum(resident_bytes(held, one, plain) for one in ours)
 
 
 def _held_linear(name: str, parts: list[Parameter], shares: dict[str, float], experts: int) -> HeldLinear:

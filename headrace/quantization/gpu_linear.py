@@ -147,7 +147,16 @@ def by_table(
             x = x._replace(scaled=inputs(x.scaled)) if isinstance(x, HalfNormed) else inputs(x)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
         return skinny_linear(
-            x, weight, bias, config, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
+            x,
+            weight,
+            bias,
+            config,
+            dtype,
+            gated=gated,
+            activation=fused.gate,
+            residual=residual,
+            eps=eps,
+            next_norm=following,
         )
 
     return compute

@@ -56,7 +56,9 @@ class FusedOps:
     addend: Callable[[Any], Tensor] | None = None
     """(normed) input -> what is added to the product before the activation: an adapter's share"""
     activation: Callable[[Tensor], Any] | None = None
-    """outputs -> silu(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
+    """outputs -> gate(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
+    gate: str = "silu"
+    """what the activation does to the first half, by its name in kernels/activation.py"""
 
     def norm(self, rms_norm: Callable[..., Any] | None = None) -> Callable[[Any], Any] | None:
         """Return the function that norms the input in a pass of its own, by `rms_norm` if given; None if the input is

@@ -8,7 +8,7 @@ does not use is not run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,11 +20,12 @@ from headrace.kernels import cases
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
 from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
-from headrace.layers.attention import Attention
+from headrace.layers.attention import Attention, QKNorm
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
-from headrace.layers.norm import RMSNorm
+from headrace.layers.norm import LayerNorm, RMSNorm
+from headrace.layers.rotary import Rotary
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.gpu_linear import has_library
 from headrace.quantization.packed import PackedProduct
@@ -37,6 +38,8 @@ ON_ANY_CHIP = 2e-5
 """The smallest bound where rounding may differ at all: float32 has other instructions on each chip"""
 WIDE = {torch.bfloat16: 1e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 """Bounds of sums of products that are added in another order; float32 may go through TF32"""
+UNROTATED = 1000
+"""Positions of made-up tokens in layers that are not rotated"""
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
@@ -88,11 +91,14 @@ class Subject:
         assert cache is not None
         return cache
 
-    def rope(self) -> Tensor:
-        """Return the model's table of rotary angles # [positions, rotary_dim]."""
-        tables = [vars(module)["cos_sin"] for module in self.model.modules() if "cos_sin" in vars(module)]
-        table: Tensor = tables[0]
-        return table
+    def rope(self, layer: Attention) -> Tensor | None:
+        """Return the table of rotary angles of a layer # [positions, rotary_dim]; None: it is not rotated."""
+        return next((rotary.cos_sin for rotary in self.layers(Rotary) if rotary.turns == layer.turns), None)
+
+    def temperature(self, layer: Attention, count: int) -> Tensor | None:
+        """Return made-up factors of queries # [count] if the layer has such."""
+        heated = layer.turns is not None and layer.turns.temperature is not None
+        return self.inputs.uniform(count) + 1 if heated else None
 
 
 def kernel_checks(subject: Subject) -> Iterator[Check]:
@@ -126,7 +132,7 @@ def _check(subject: Subject, name: str, switch: Switch, runs: list[Case]) -> Che
 
 
 def _rms_norm(subject: Subject) -> Cases:
-    for norm in subject.ends(RMSNorm, lambda norm: norm.weight.shape):
+    for norm in subject.ends(RMSNorm, lambda norm: (norm.weight.shape, norm.weight.dtype)):
         for tokens in (1, 40):
             yield from cases.rms_norm(subject.inputs, tokens, norm.weight, norm.eps)
 
@@ -137,16 +143,35 @@ def _rms_norm_quantized(subject: Subject) -> Cases:
             yield from cases.rms_norm(subject.inputs, 40, weight, layer.fused.norm_eps, to)
 
 
-def _silu_and_mul(subject: Subject) -> Cases:
+def _gate_and_mul(subject: Subject) -> Cases:
     for mlp in subject.ends(GatedMLP, lambda mlp: mlp.gate_up_proj.spec.out_features)[:1]:
-        yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2)
+        yield from cases.gate_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, mlp.activation)
 
 
-def _silu_and_mul_quantized(subject: Subject) -> Cases:
+def _gate_and_mul_quantized(subject: Subject) -> Cases:
     wanted = {id(layer): to for layer, to in subject.rounding_linears()}
     for mlp in subject.layers(GatedMLP):
         if (to := wanted.get(id(mlp.down_proj))) is not None:
-            yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, to)
+            yield from cases.gate_and_mul(
+                subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, mlp.activation, to
+            )
+
+
+def _layer_norm(subject: Subject) -> Cases:
+    for norm in subject.ends(LayerNorm)[:1]:
+        yield from cases.layer_norm(subject.inputs, 40, norm.size, norm.weight, norm.bias, norm.eps)
+
+
+def _qk_squares(subject: Subject) -> Cases:
+    for norm in subject.ends(QKNorm)[:1]:
+        if norm.wide:
+            yield from cases.qk_squares(subject.inputs, 24, norm.heads, norm.weight.shape[1])
+
+
+def _qk_norm(subject: Subject) -> Cases:
+    for norm in subject.ends(QKNorm)[:1]:
+        of_norm = norm.heads, norm.norm.eps, norm.norm.kind == "layer", norm.wide
+        yield from cases.qk_norm(subject.inputs, 24, norm.weight, *of_norm)
 
 
 def _quantize(subject: Subject) -> Cases:
@@ -183,15 +208,17 @@ def _narrow_linear(subject: Subject) -> Cases:
                 yield from cases.narrow_linear(subject.inputs, tokens, weight, to, layer.weights.get("bias"))
 
 
-def head_norms(layer: Attention) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weights of the norms of queries and keys, if the layer has them."""
-    return (layer.q_norm.weight, layer.k_norm.weight) if layer.qk_norm else (None, None)
-
-
 def _new_tokens(subject: Subject, layer: Attention) -> NewTokens:
-    cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
-    of_layer = {"kv_scale": cache_scale(subject), "norms": head_norms(layer), "eps": layer.eps}
-    return new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, subject.rope().shape[0], cache, **of_layer)
+    cache, table = subject.cache(layer, 40 // subject.shape.block_size + 3), subject.rope(layer)
+    positions = UNROTATED if table is None else table.shape[0]
+    of_layer = {
+        "kv_scale": cache_scale(subject),
+        "norms": layer.head_weights(),
+        "eps": layer.eps,
+        "interleaved": layer.spec.interleaved,
+    }
+    made = new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, positions, cache, **of_layer)
+    return replace(made, temperature=subject.temperature(layer, len(made.q)))
 
 
 def cache_scale(subject: Subject) -> Tensor | None:
@@ -208,14 +235,16 @@ def cache_bound(subject: Subject, plain: dict[torch.dtype, float]) -> float:
 
 
 def _step_angles(subject: Subject) -> Cases:
-    tokens = _new_tokens(subject, subject.layers(Attention)[0])
-    yield from cases.step_angles(subject.rope(), tokens, cache_bound(subject, ROUNDED))
+    for layer in subject.attention_layers():
+        if (table := subject.rope(layer)) is not None:
+            yield from cases.step_angles(table, _new_tokens(subject, layer), cache_bound(subject, ROUNDED))
 
 
 def _rotary_and_cache(subject: Subject) -> Cases:
     for layer in subject.attention_layers():
         tokens = _new_tokens(subject, layer)
-        angles = subject.kernels.step_angles(subject.rope(), tokens.positions)
+        table = subject.rope(layer)
+        angles = (None, None) if table is None else subject.kernels.step_angles(table, tokens.positions)
         yield from cases.rotary_and_cache(angles, tokens, cache_bound(subject, ROUNDED))
 
 
@@ -233,11 +262,14 @@ def _fused_moe(subject: Subject) -> Cases:
 KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "rms_norm": _rms_norm,
     "rms_norm_quantized": _rms_norm_quantized,
-    "silu_and_mul": _silu_and_mul,
-    "silu_and_mul_quantized": _silu_and_mul_quantized,
+    "layer_norm": _layer_norm,
+    "gate_and_mul": _gate_and_mul,
+    "gate_and_mul_quantized": _gate_and_mul_quantized,
     "quantize": _quantize,
     "fp8_linear": _fp8_linear,
     "narrow_linear": _narrow_linear,
+    "qk_squares": _qk_squares,
+    "qk_norm": _qk_norm,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
     "copy_words": lambda subject: cases.copy_words(subject.inputs, 6000),

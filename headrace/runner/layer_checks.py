@@ -19,6 +19,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
 from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.activation import GATES
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
 from headrace.kernels.cases import relative_error, written
@@ -33,7 +34,7 @@ from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import unquantized
-from headrace.runner.kernel_checks import TOKENS, WIDE, Subject, cache_bound, cache_scale, head_norms
+from headrace.runner.kernel_checks import TOKENS, WIDE, Subject, cache_bound, cache_scale
 from headrace.runner.self_check import Check
 
 W8A8 = {False: 6e-2, True: 0.12}
@@ -79,25 +80,33 @@ def _decode_check(subject: Subject, layer: Attention, requests: int) -> Check:
 
 def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     """Compare one step of `requests` decodes, the last of which is padding if there are several."""
-    longest = min(LONGEST, subject.rope().shape[0])
+    longest = _longest(subject, layer)
     lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
     if requests > 1:
         lengths[-1] = 0
     cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
-    norms = head_norms(layer)
+    norms = layer.head_weights()
     q, k, v = subject.inputs.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
     spec, sinks = layer.spec, _sinks(subject, layer)
-    table = subject.rope() if spec.rotary else None
+    table, temperature = subject.rope(layer), subject.temperature(layer, requests)
     angles = None if table is None else subject.kernels.step_angles(table, metadata.positions)[0]
     scale, other = cache_scale(subject), cache.clone()
     assert layer.decode is not None
-    out = layer.decode(q, k, v, angles, cache, metadata, spec, *norms, layer.eps, scale, **sinks)
+    out = layer.decode(
+        q, k, v, angles, cache, metadata, spec, *norms, layer.eps, scale, temperature=temperature, **sinks
+    )
     expected = decode_attention_reference(
         q, k, v, table, other, metadata.sequences(-1), spec.scale, spec.sliding_window, *norms, layer.eps, scale,
-        chunked=spec.chunked, **sinks,
+        sinks.get("sinks"), spec.chunked, spec.soft_cap, spec.interleaved, temperature,
     )  # fmt: skip
     slots = metadata.slot_mappings[-1]
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
+
+
+def _longest(subject: Subject, layer: Attention) -> int:
+    """Return the length of the longest made-up sequence."""
+    table = subject.rope(layer)
+    return LONGEST if table is None else min(LONGEST, table.shape[0])
 
 
 def _sinks(subject: Subject, layer: Attention) -> dict[str, Tensor]:
@@ -112,7 +121,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
     """Check the kernel for long prompts on short ones."""
 
     def error() -> float:
-        longest, spec = min(LONGEST, subject.rope().shape[0]), layer.spec
+        longest, spec = _longest(subject, layer), layer.spec
         counts, lengths = [min(200, longest), 40, 3], [longest, 40, 2 * subject.shape.block_size]
         size = min(2, subject.shape.dtype.itemsize)
         plan = plan_attention(
@@ -133,7 +142,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
 def _attention_check(subject: Subject, layer: Attention) -> Check:
     def error() -> float:
         block = subject.shape.block_size
-        longest = min(LONGEST, subject.rope().shape[0])
+        longest = _longest(subject, layer)
         mixed = ([1, 1, 24, 40], [longest, 3, min(longest, 24 + 2 * block + 1), 40])
         decodes = ([1] * 4, [1, longest, 17, 2 * block])
         prompts = ([longest] * 2, [longest] * 2)  # enough tiles that keys are not split
@@ -161,8 +170,9 @@ def _attention_error(
     out = layer.attend(q, cache, metadata, spec, scale, **sinks)
     again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale, **later)  # as a later layer of the step
     expected = paged_attention_reference(
-        q, cache, metadata.sequences(-1), spec.scale, spec.sliding_window, scale, chunked=spec.chunked, **sinks
-    )
+        q, cache, metadata.sequences(-1), spec.scale, spec.sliding_window, scale, None, sinks.get("sinks"),
+        spec.chunked, spec.soft_cap,
+    )  # fmt: skip
     return relative_error((out, again), (expected, expected))
 
 
@@ -321,7 +331,7 @@ def _reference(layer: Linear, x: Any, to: Rounding | None = None) -> Tensor:
         out += bias.float()
     if layer.fused.activation is not None:
         gate, up = out.chunk(2, dim=-1)
-        out = F.silu(gate) * up
+        out = GATES[layer.fused.gate](gate) * up
     return out
 
 

@@ -29,6 +29,7 @@ from headrace.kernels import (
     moe_vector,
     narrow,
     norm,
+    qk_norm,
     rotary,
     sampling,
     tiled,
@@ -122,6 +123,25 @@ def compile_gpt_oss(target):
         plan = plan_attention(16, 64, 0, 1 << 17, 64, 8, 64, 2, "cuda", 1, copy_engine=True)
         attention.paged_attention(q, cache, SEQUENCES, 1.0, None, None, None, sinks, plan=plan)
         report("gpt-oss prefill", prefill._prefill_kernel, set())
+
+
+def compile_soft_caps(family):
+    """Scores held within a cap, in heads of 256 whose neighbours are turned: a prompt, decodes and the fused decode."""
+    known, numbers = set(), torch.zeros(64, dtype=torch.int32)
+    q, k, v = torch.zeros(64, 16, 256, dtype=torch.bfloat16).split((8, 4, 4), dim=1)
+    cache, angles, grown = torch.zeros(2, 4, 16, 4, 256, dtype=torch.bfloat16), torch.zeros(8, 128), torch.zeros(256)
+    sizes = (8, 4, 256, 2, family, 132)
+    for window in (None, 4096):
+        config, splits = plan_decode(64, *sizes, window)
+        decode.decode_attention(
+            q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits, window, grown, grown, 1e-6, None, None,
+            None, False, 50.0, True, grown,
+        )  # fmt: skip
+        report(f"soft cap decode window {window}", decode._decode_kernel, known)
+        for decodes in (0, 64):
+            plan = plan_attention(64, 64, decodes, 1 << 17, *sizes, window=window)
+            attention.paged_attention(q, cache, SEQUENCES, 1.0, window, None, None, None, False, 50.0, plan=plan)
+        report(f"soft cap attention window {window}", attention._attention_kernel, known)
 
 
 def compile_decode(family):
@@ -262,7 +282,12 @@ def compile_rest():
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5)
     norm.rms_norm(x, x[0], 1e-5, x)
-    activation.silu_and_mul(x)
+    norm.rms_norm(x, x[0].float(), 1e-5, x)
+    norm.layer_norm(x, x[0], None, 1e-5, x)
+    norm.layer_norm(x, x[0], x[0], 1e-5)
+    norm.layer_norm(x, None, None, 1e-5, x)
+    for kind in activation.GATES:
+        activation.gate_and_mul(x, kind)
     batch.copy_words(numbers, numbers)
     batch.scatter_words(numbers, wide, numbers)
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)
@@ -273,15 +298,21 @@ def compile_rest():
     cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
     for weight in (None, x[0, :128]):
         rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
+    grown = torch.zeros(16)
+    rotary.rotary_and_cache(q, k, v, angles[:, :64], wide, cache, wide, grown, grown, 1e-6, None, True, grown)
+    qkv = torch.zeros(16, 48, 128, dtype=torch.bfloat16)
+    qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, True)
+    qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, False, qk_norm.qk_squares(qkv, (32, 8)))
     sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
     for scores in (x, x.float()):
         sampling.mask_tokens(scores, torch.zeros(16, 128, dtype=torch.int32), wide)
     ones = torch.ones(16)
     filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
     rest = (
-        norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
+        norm._rms_norm_kernel, activation._gate_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
         batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
-        rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
+        rotary._rotary_and_cache_kernel, qk_norm._qk_norm_kernel, qk_norm._squares_kernel,
+        sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
         attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
     )  # fmt: skip
@@ -335,7 +366,7 @@ def compile_fp8(target):
     """Quantization of rows as wide as those of models of 8B and 70B, alone and inside norm and activation."""
     fp8.DEVICE_FAMILY = TARGETS[target][0].backend
     dtype = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
-    kernels = (fp8._quantize_kernel, norm._rms_norm_kernel, activation._silu_and_mul_kernel)
+    kernels = (fp8._quantize_kernel, norm._rms_norm_kernel, activation._gate_and_mul_kernel)
     known = {id(found) for kernel in kernels for found in compiled(kernel)}
     pair, one = torch.zeros(2), torch.zeros(1)
     ways = (
@@ -348,7 +379,7 @@ def compile_fp8(target):
         fp8.quantize(x[:, :width], to)
         if width <= 16384:  # wider than hidden states are
             norm.rms_norm_quantized(x[:, :width], x[0, :width], 1e-5, to)
-        activation.silu_and_mul_quantized(x, to)
+        activation.gate_and_mul_quantized(x, to)
         for kernel in kernels:
             report(f"quantized {kernel.__name__} {width}", kernel, known)
 
@@ -359,6 +390,7 @@ if __name__ == "__main__":
     compile_attention(TARGETS[sys.argv[1]][0].backend)
     compile_prefill(sys.argv[1])
     compile_decode(TARGETS[sys.argv[1]][0].backend)
+    compile_soft_caps(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
     compile_tiled(TARGETS[sys.argv[1]][0].backend)

@@ -27,9 +27,9 @@ def test_rms_norm_rounds_as_hugging_face_does(dtype):
         assert (ours != expected).float().mean() < 0.01
 
 
-def test_silu_and_mul():
+def test_gate_and_mul():
     x = torch.randn(4, 10)
-    torch.testing.assert_close(KERNELS.silu_and_mul(x), torch.nn.functional.silu(x[:, :5]) * x[:, 5:])
+    torch.testing.assert_close(KERNELS.gate_and_mul(x), torch.nn.functional.silu(x[:, :5]) * x[:, 5:])
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["views of one tensor", "apart"])
@@ -186,7 +186,7 @@ def test_references_load_and_run_without_triton():
         "from headrace.attention.table import load_backend\n"
         "assert not HAS_TRITON and select_kernels('cpu') is REFERENCE_KERNELS\n"
         "assert load_backend('TORCH_SDPA').name == 'TORCH_SDPA'\n"
-        "print(select_kernels('cpu').silu_and_mul(torch.ones(1, 4)).shape)\n"
+        "print(select_kernels('cpu').gate_and_mul(torch.ones(1, 4)).shape)\n"
         "try:\n    select_kernels('cuda')\nexcept RuntimeError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -176,7 +176,7 @@ def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(qua
     tensors = {f"{name}_proj.weight": random(16, 32) for name in ("gate", "up")}
     down, up, norm, x = random(4, 32), random(32, 4), RMSNorm(32, 1e-6, REFERENCE_KERNELS, F32), random(3, 32)
     norm.weight.data.copy_(random(32))
-    adapter, activate = (lambda x: x @ down.T @ up.T), REFERENCE_KERNELS.silu_and_mul
+    adapter, activate = (lambda x: x @ down.T @ up.T), REFERENCE_KERNELS.gate_and_mul
 
     def linear(**around: Any) -> Layer:
         made = MergedColumnParallelLinear(32, {"gate_proj": 16, "up_proj": 16}, Group(), F32, bias=False)

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.rotary import rope_table, table_of_step
 from headrace.model_config import ModelConfig
+from headrace.models.ropes import read_rope
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -25,6 +26,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 128,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 32,
+        "long_factor": [1.0 + place / 4 for place in range(32)],
+        "original_max_position_embeddings": 128,
+    },
     "yarn-mscale": {
         "rope_type": "yarn",
         "factor": 40.0,
@@ -44,6 +51,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def table(raw: dict[str, Any]) -> torch.Tensor:
+    """That of a config.json."""
+    config = ModelConfig.from_dict(raw)
+    rope = read_rope(config.fields)
+    return rope_table(rope, config.head_dim, config.max_position_embeddings, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 def test_table_equals_transformers(scaling: dict[str, Any], theta: float) -> None:
@@ -54,7 +68,7 @@ def test_table_equals_transformers(scaling: dict[str, Any], theta: float) -> Non
         rope_parameters=scaling | {"rope_theta": theta},
     )
     raw = reference.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    ours = rope_table(ModelConfig.from_dict(raw), torch.device("cpu"))
+    ours = table(raw)
     cos, sin = LlamaRotaryEmbedding(reference)(torch.zeros(1), torch.arange(512)[None])
     assert ours.shape == (512, 64)
     torch.testing.assert_close(ours, torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1), rtol=0, atol=1e-4)
@@ -70,11 +84,8 @@ def test_old_spelling_of_the_type_is_read() -> None:
         "num_attention_heads": 1,
         "max_position_embeddings": 32,
     }
-    old, new = (
-        rope_table(ModelConfig.from_dict(base | {"rope_scaling": {key: "linear", "factor": 2.0}}), torch.device("cpu"))
-        for key in ("type", "rope_type")
-    )
-    plain = rope_table(ModelConfig.from_dict(base), torch.device("cpu"))
+    old, new = (table(base | {"rope_scaling": {key: "linear", "factor": 2.0}}) for key in ("type", "rope_type"))
+    plain = table(base)
     assert torch.equal(old, new)
     torch.testing.assert_close(old[2::2], plain[1:16])
 

@@ -15,7 +15,8 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import ModelConfig
 from headrace.model_spec import Experts
-from headrace.models.registry import MODELS, ROPE_FIELDS, attention_specs, describe, read_served_config, resolve
+from headrace.models.registry import MODELS, attention_specs, describe, read_served_config, resolve
+from headrace.models.ropes import ROPE_FIELDS
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -127,11 +128,22 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "`hidden_act` is 'gelu'; accepted: silu"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type is 'longrope'; accepted: default, linear"),
+        ({"hidden_act": "gelu"}, '`hidden_act` is "gelu"; must be one of silu, swish, gelu_pytorch_tanh'),
+        ({"rope_scaling": {"rope_type": "xrope"}}, "rope type is 'xrope'; accepted: default, linear"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "`rope_scaling` of type longrope lacks short_factor, long_factor",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + ["x"]}},
+            "`rope_scaling.short_factor` is",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "`rope_scaling` of type linear lacks factor"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "`rope_parameters` differs between layers"),
-        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5; accepted: 1.0"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "`rope_parameters` is .*must be one set for all layers",
+        ),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5; must be 1.0"),
         ({"num_key_value_heads": 3}, "`num_key_value_heads` is 3; must divide"),
         ({"num_key_value_heads": None}, "`num_key_value_heads` is missing"),
         ({"head_dim": 15}, "`head_dim` is 15; must be even"),

@@ -53,6 +53,13 @@ GPT_OSS = {
 }
 HARD_YARN = {**YARN_ROPE, "rope_theta": 1500.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
+ODD = {"vocab_size": 101, "num_hidden_layers": 3, "intermediate_size": 72}
+"""sizes that are no multiples of what kernels like"""
+OLMO3_ROPE = {
+    "full_attention": {**YARN_ROPE, "attention_factor": 1.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -124,6 +131,93 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "GemmaForCausalLM": {"one-kv-head": ODD | {"head_dim": 24, "num_key_value_heads": 1}},
+    "Gemma2ForCausalLM": {
+        "caps": ODD
+        | {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 17,
+        },
+    },
+    "Gemma3ForCausalLM": {
+        "two-ropes": ODD
+        | {
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 1 + ["sliding_attention"] * 2,
+            "query_pre_attn_scalar": 40,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    },
+    "CohereForCausalLM": {
+        "qk-norm": ODD | {"use_qk_norm": True, "logit_scale": 0.3},
+        "plain-untied": ODD | {"tie_word_embeddings": False, "attention_bias": True},
+    },
+    "Cohere2ForCausalLM": {"windows": ODD | {"num_hidden_layers": 4, "sliding_window": 9, "num_key_value_heads": 1}},
+    "GlmForCausalLM": {"half-rotated": ODD | {"head_dim": 24, "pad_token_id": 0}},
+    "Glm4ForCausalLM": {"half-rotated": ODD | {"head_dim": 24, "pad_token_id": 0, "attention_bias": False}},
+    "Phi3ForCausalLM": {
+        "fused": ODD | {"pad_token_id": 0, "sliding_window": 9},
+        "longrope": ODD
+        | {
+            "pad_token_id": 0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0] * 6,
+                "long_factor": [1.0, 1.2, 1.5, 2.0, 4.0, 7.5],
+            },
+        },
+    },
+    "GraniteForCausalLM": {
+        "multipliers": ODD
+        | {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 3.0,
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "OlmoForCausalLM": {"clipped": ODD | {"clip_qkv": 0.9}},
+    "Olmo2ForCausalLM": {"one-kv-head": ODD | {"num_key_value_heads": 1}},
+    "Olmo3ForCausalLM": {"windows": ODD | {"num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": OLMO3_ROPE}},
+    "MinistralForCausalLM": {
+        "mixed": ODD
+        | {
+            "sliding_window": 9,
+            "head_dim": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    },
+    "Ministral3ForCausalLM": {
+        "temperature": ODD
+        | {
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4},
+        },
+    },
+    "SmolLM3ForCausalLM": {"no-rope": ODD | {"no_rope_layer_interval": 3, "pad_token_id": 0}},
+    "Exaone4ForCausalLM": {
+        "windows": ODD | {"sliding_window": 9, "sliding_window_pattern": 3, "num_key_value_heads": 1},
+        "full": ODD | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    },
+    "StableLmForCausalLM": {"biased": ODD | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}},
+    "SeedOssForCausalLM": {"biased": ODD | {"head_dim": 24, "pad_token_id": 0}},
+    "HeliumForCausalLM": {"interleaved": ODD | {"head_dim": 16, "pad_token_id": 0}},
+    "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
 }
 
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
@@ -132,10 +226,10 @@ CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() 
 def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.Module:
     """Random weights on disk, every parameter far from its usual start (norms off one, biases off zero), so that none
     can be dropped or swapped unseen. Returns transformers' own float32 model."""
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    config = config_class(**BASE | VARIANTS[architecture][variant], architectures=[architecture])
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**BASE | VARIANTS[architecture][variant], architectures=[architecture])
     torch.manual_seed(7)
-    model = getattr(transformers, architecture)(config).eval()
+    model = model_class(config).eval()
     generator = torch.Generator().manual_seed(len(variant))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -55,7 +55,7 @@ def test_a_llama_by_hand() -> None:
         mlp.parameters
     )
     assert found.num_layers * attention.cached_values == 96
-    assert (group.count, group.layer.norm_weights) == (3, 128)
+    assert (group.count, total(group.layer.norm_parameters)) == (3, 128)
     assert total(group.mixer.parameters) == 64 * 64 + 2 * 64 * 16 + 64 * 64
     assert total(attention.parameters, split="kv_heads") == 2 * 64 * 16
     assert (total(attention.parameters, split="whole"), total(attention.parameters, "plain")) == (0, 0)

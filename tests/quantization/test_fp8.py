@@ -127,7 +127,7 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
     norm = RMSNorm(64, 1e-5, REFERENCE_KERNELS, torch.float32)
     norm.create_weights(CPU)
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
-    activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, to=Rounding(E4M3))
+    activation = partial(REFERENCE_KERNELS.gate_and_mul_quantized, to=Rounding(E4M3))
     layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, activation)
     layer.fuse_norm(norm)
     tensors = {f"{name}.weight": torch.randn(32, 64, generator=generator) * 0.2 for name in "ab"}

@@ -41,7 +41,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True),
 ]
-FP8_KERNELS = {"rms_norm_quantized", "silu_and_mul_quantized", "quantize"}
+FP8_KERNELS = {"rms_norm_quantized", "gate_and_mul_quantized", "quantize"}
 
 
 def copied(name: str) -> Callable[..., Any]:
@@ -211,7 +211,7 @@ def test_one_percent_is_too_much(dtype: str, monkeypatch: pytest.MonkeyPatch) ->
     assert re.search(rf"\(relative error {expected}\) and is replaced by it", said)
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "logsumexp"])
+@pytest.mark.parametrize("name", ["gate_and_mul", "logsumexp"])
 def test_what_is_no_number_or_cannot_run_is_demoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any) -> Tensor:
         raise ValueError("no such instruction\nmore")
@@ -236,8 +236,8 @@ def test_several_at_once_and_the_log(caplog: pytest.LogCaptureFixture, monkeypat
 def test_what_only_a_whole_step_shows_turns_every_kernel_to_its_reference(
     expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silu = copied("silu_and_mul")
-    plant(monkeypatch, silu_and_mul=lambda x: silu(x) * (3.0 if x.shape[0] == 17 else 1.0))
+    silu = copied("gate_and_mul")
+    plant(monkeypatch, gate_and_mul=lambda x: silu(x) * (3.0 if x.shape[0] == 17 else 1.0))
     found, llm = tokens()
     assert found == expected[None]
     facts = llm._core.facts.workers[0]

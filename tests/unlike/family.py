@@ -6,13 +6,13 @@ recurrent state; dense layers and experts behind a sigmoid's router; norms befor
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace import model_spec as of
+from headrace.layer_parts import Norms
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -22,15 +22,14 @@ from headrace.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
-from headrace.layers.rotary import rope_table
+from headrace.layers.rotary import NO_ANGLES, Rotary
 from headrace.model_config import Fields, ModelConfig
+from headrace.models.dense_families import PARALLEL, SANDWICH
 from headrace.models.descriptions import Described
 from headrace.models.registry import ModelEntry
 
 ARCHITECTURE = "UnlikeForCausalLM"
-TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
-FOUR_NORMS = (*TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-SOFT_CAP = 3.0
+SOFT_CAP, EPS = 3.0, 1e-6
 CONFIG: dict[str, Any] = {
     "architectures": [ARCHITECTURE],
     "vocab_size": 131,
@@ -51,7 +50,7 @@ def mixer(kind: str, hidden: int) -> of.Mixer:
     if kind == "window":
         return of.Attention(hidden, 4, 2, 96, window=32, sinks=True)
     if kind == "chunk":
-        return of.Attention(hidden, 4, 2, 32, window=24, chunked=True, rotary=False)
+        return of.Attention(hidden, 4, 2, 32, window=24, chunked=True, rope=None)
     if kind == "state":
         sizes = {"q_proj": 4 * 16, "k_proj": 4 * 16, "v_proj": 4 * 24, "decay_proj": 4}
         found = [p for name, size in sizes.items() for p in of.linear(f"self_attn.{name}", size, hidden, "heads")]
@@ -66,11 +65,11 @@ def describe(c: Fields) -> Described:
         hidden, num_experts=6, experts_per_token=2, expert_intermediate_size=32, sigmoid=True, selection_bias=True,
         scaling=2.5, intermediate_size=32, names=of.ExpertNames(shared="shared_experts"),
     )  # fmt: skip
-    norms = {"window": FOUR_NORMS, "chunk": TWO_NORMS[:1]}
+    norms = {"window": SANDWICH, "chunk": PARALLEL}
     return Described(
         tuple(
             of.LayerSpec(
-                mixer(kind, hidden), experts if kind in ("window", "latent") else dense, norms.get(kind, TWO_NORMS)
+                mixer(kind, hidden), experts if kind in ("window", "latent") else dense, norms.get(kind, Norms())
             )
             for kind in c.texts("mixers")
         )
@@ -117,21 +116,21 @@ class GatedState(Layer):
 class Block(Layer):
     def __init__(self, config: ModelConfig, layer: of.LayerSpec, index: int, context: LayerContext) -> None:
         super().__init__()
-        for name in layer.norms:
-            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype))
-        self.num_norms = len(layer.norms)
+        for name in layer.norms.names:
+            self.add_module(name, RMSNorm(config.hidden_size, EPS, context.kernels, context.dtype))
+        self.num_norms = len(layer.norms.names)
         mixer, spec, block = layer.mixer, context.specs[index], layer.feed_forward
         if isinstance(mixer, of.RecurrentState):
             self.self_attn: Layer = GatedState(mixer, context, index)
         else:
             assert spec is not None
-            of_kind: Any = Attention if isinstance(mixer, of.Attention) else LatentAttention
-            self.self_attn = of_kind(mixer, spec, context, config.rms_norm_eps)
-        self.rope_dim = mixer.rope_dim if isinstance(mixer, of.LatentAttention) else mixer.head_dim
+            latent = isinstance(mixer, of.LatentAttention)
+            self.self_attn = LatentAttention(mixer, spec, context, EPS) if latent else Attention(mixer, spec, context)
+        self.turns = mixer.turns
         if isinstance(block, of.Experts):
             self.mlp: Layer = SparseMoE(block, context)
         else:
-            self.mlp = GatedMLP(block.hidden_size, block.intermediate_size, block.bias, context)
+            self.mlp = GatedMLP(block, context)
 
     def forward(self, hidden: Any, residual: Any, angles: Any, metadata: Any, cache: Any) -> tuple[Any, Any]:
         hidden, residual = self.input_layernorm(hidden, residual)
@@ -152,16 +151,14 @@ class UnlikeForCausalLM(Layer):
         sizes = (config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype)
         self.embed_tokens, self.lm_head = VocabParallelEmbedding(*sizes), ParallelLMHead(*sizes, soft_cap=SOFT_CAP)
         self.layers = nn.ModuleList(Block(config, layer, index, context) for index, layer in enumerate(spec.layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
-        dims = {layer.rope_dim for layer in self.layers}
-        self.tables = {dim: rope_table(replace(config, head_dim=dim), context.device) for dim in dims}
-        self.step_angles = context.kernels.step_angles
+        self.norm = RMSNorm(config.hidden_size, EPS, context.kernels, context.dtype)
+        self.rotaries = nn.ModuleList(Rotary(turns, spec.max_position_embeddings, context) for turns in spec.turns)
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: Any, kv_caches: list[Any]) -> Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
-        angles = {dim: self.step_angles(table, positions) for dim, table in self.tables.items()}
+        angles = {None: NO_ANGLES, **{rotary.turns: rotary(positions) for rotary in self.rotaries}}
         for layer, cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, angles[layer.rope_dim], metadata, cache)
+            hidden, residual = layer(hidden, residual, angles[layer.turns], metadata, cache)
         return self.norm(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

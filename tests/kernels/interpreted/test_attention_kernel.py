@@ -69,11 +69,11 @@ def small_plan(batch, q, heads, decodes, splits):
     return replace(plan, decode=SMALL, prefill=SMALL, decode_splits=splits, prefill_splits=splits, prefill_tiles=tiles)
 
 
-def run(kind, heads, block_size, window, splits, dtype, chunked=False, sinks=False):
+def run(kind, heads, block_size, window, splits, dtype, chunked=False, sinks=False, soft_cap=None):
     batch = BATCHES[kind]
     inputs = make_inputs(batch, heads, block_size, dtype)
     scale = random.uniform(0.1, 1.0)
-    unlike = {"chunked": chunked, "sinks": any_sinks(heads[0], dtype) if sinks else None}
+    unlike = {"chunked": chunked, "sinks": any_sinks(heads[0], dtype) if sinks else None, "soft_cap": soft_cap}
     expected = paged_attention_reference(*inputs, scale, window, **unlike)
     forget_behind_window(*inputs[1:], window, chunked)
     decodes = {"decode": len(batch), "mixed": random.choice((0, 3))}.get(kind, 0)
@@ -108,6 +108,12 @@ def test_sinks_behind_windows_and_chunks(kind, window, splits, chunked):
 @pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 2)], ids=str)
 def test_sinks_of_full_layers(kind, dtype, splits):
     run(kind, (8, 1, 64), 16, None, splits, dtype, sinks=True)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 17)], ids=str)
+def test_scores_are_held_within_a_soft_cap(kind, dtype, window):
+    run(kind, (6, 2, 24), 16, window, random.choice((1, 4)), dtype, sinks=window is not None, soft_cap=0.7)
 
 
 @pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40), (2, 1, 64), (4, 2, 96), (2, 2, 128)], ids=str)

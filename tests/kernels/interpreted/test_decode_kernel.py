@@ -79,8 +79,26 @@ def test_sinks_windows_and_chunks(dtype, case, early_keys):
     run(dtype, heads, rotary_dim, False, window, splits, early_keys, chunked, sinks=True)
 
 
-def run(dtype, heads, rotary_dim, norm, window, splits, early_keys, chunked=False, sinks=False):
-    """`rotary_dim` 0: nothing is rotated."""
+@sampled(
+    ("dtype", "case", "early_keys"),
+    TOLERANCE,
+    [
+        # heads, rotary_dim, norm, window, splits
+        ((8, 1, 64), 32, True, None, 1),
+        ((6, 2, 24), 24, False, 17, 4),
+        ((5, 1, 40), 20, True, 128, 2),
+    ],
+    [False, True],
+)
+def test_neighbours_are_turned_queries_grow_and_scores_are_capped(dtype, case, early_keys):
+    run(dtype, *case, early_keys, soft_cap=1.5, interleaved=True)
+
+
+def run(
+    dtype, heads, rotary_dim, norm, window, splits, early_keys, chunked=False, sinks=False, soft_cap=None,
+    interleaved=False,
+):  # fmt: skip
+    """`rotary_dim` 0: nothing is rotated. `interleaved`: queries grow too, and the weights of norms are in float32."""
     num_heads, kv_heads, head_dim = heads
     cache, sequences = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (
@@ -88,8 +106,14 @@ def run(dtype, heads, rotary_dim, norm, window, splits, early_keys, chunked=Fals
     )
     angles = torch.rand(128, rotary_dim // 2) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary_dim else None
-    unlike = {"chunked": chunked, "sinks": any_sinks(num_heads, dtype) if sinks else None}
-    norms = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
+    unlike = {
+        "chunked": chunked,
+        "sinks": any_sinks(num_heads, dtype) if sinks else None,
+        "soft_cap": soft_cap,
+        "interleaved": interleaved,
+        "temperature": torch.rand(len(LENGTHS)) + 1 if interleaved else None,
+    }
+    norms = [torch.randn(head_dim).to(torch.float32 if interleaved else dtype) if norm else None for _ in range(2)]
     scale = head_dim**-0.5
     expected_cache = in_arena(cache)
     expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, sequences, scale, window, *norms, **unlike)

@@ -1,0 +1,83 @@
+"""Describes what layers of all kinds have within: norms, and how positions turn queries and keys.
+
+These are facts of model_spec.py, and like it they import no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Describes the norms of a model: RMS norm (arXiv 1910.07467) or layer norm (arXiv 1607.06450)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    weight: bool = True
+    """False: there is no weight to multiply by"""
+    bias: bool = False
+    """a bias is added last; only layer norms have one"""
+    plus_one: bool = False
+    """checkpoints hold the weight less one; it is kept in float32, in which the sum is exact"""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Says where a layer norms the hidden state. A text is the norm's name in a checkpoint; empty: there is none."""
+
+    before_mixer: str = "input_layernorm"
+    after_mixer: str = ""
+    before_block: str = "post_attention_layernorm"
+    """before the feed-forward"""
+    after_block: str = ""
+    parallel: bool = False
+    """the feed-forward reads what the mixer reads, and both outputs are added to the residual"""
+    norm: Norm = Norm()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The norms that there are."""
+        every = (self.before_mixer, self.after_mixer, self.before_block, self.after_block)
+        return tuple(name for name in every if name)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Describes rotary position embeddings (arXiv 2104.09864)."""
+
+    theta: float = 10000.0
+    share: float = 1.0
+    """the part of a head that is rotated: its first numbers"""
+    interleaved: bool = False
+    """numbers 2 i and 2 i + 1 are turned together, not i and i + half of what is rotated"""
+    kind: str = "default"
+    """a key of layers/rotary.py's FREQUENCIES"""
+    scaling: tuple[tuple[str, Any], ...] = ()
+    """(field, value) of what its kind needs, as config.json has them; lists are tuples"""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Describes queries that grow with their position (Llama 4): by 1 + beta log(1 + floor((position + first) /
+    length))."""
+
+    beta: float
+    length: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Says what positions do to a layer's queries and keys. Layers for which it is equal share one table."""
+
+    rope: Rope | None
+    rotary_dim: int
+    """how many numbers of a head are rotated"""
+    temperature: Temperature | None = None
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of its table for each position, in float32."""
+        return self.rotary_dim + (self.temperature is not None)

@@ -1,0 +1,323 @@
+"""Describes dense families that differ from Llama in norms, rotation, windows or multipliers. It imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.layer_parts import Norm, Norms, Rope
+from headrace.model_config import Fields, num_layers
+from headrace.model_spec import Attention
+from headrace.models.descriptions import (
+    Describe,
+    Described,
+    alike,
+    attention,
+    dense,
+    encoder,
+    layer_types,
+    llama,
+    rms_norm,
+)
+from headrace.models.ropes import read_rope
+
+USUAL = Norms()
+"""norms before mixer and feed-forward"""
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+"""norms before and behind mixer and feed-forward"""
+BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+"""norms behind them alone"""
+PARALLEL = Norms("input_layernorm", "", "", "", parallel=True)
+"""one norm for both, which read the same"""
+
+
+def every_nth(c: Fields, n: int) -> list[str]:
+    """Return the type of each layer: as `layer_types` says, else a window in all but every n-th."""
+    usual = ["sliding_attention" if (i + 1) % n else "full_attention" for i in range(num_layers(c))]
+    return layer_types(c) or usual
+
+
+def window_of(c: Fields, kind: str, default: int = 4096) -> int | None:
+    """Return the window of layers of a type; `default` where the field is absent."""
+    if kind == "full_attention":
+        return None
+    return c.optional("sliding_window") if "sliding_window" in c.values else default
+
+
+def rope_of_type(c: Fields, kind: str, theta: float, local_theta: float | None = None) -> Rope:
+    """Return the rope of layers of a type, where older files have one set, for full attention alone: windows then
+    rotate by `local_theta`, unscaled."""
+    nested = any(isinstance(value, dict) for value in c.object("rope_parameters").values.values())
+    if kind == "full_attention" or nested:
+        return read_rope(c, kind, theta if kind == "full_attention" else local_theta or theta)
+    base = c.number("rope_theta", theta, above=1) if local_theta is None else local_theta
+    return Rope(base)
+
+
+# ---- Gemma
+
+
+def gemma(c: Fields) -> Described:
+    """Describe Gemma: weights of norms less one, GELU, scaled embeddings."""
+    norm = rms_norm(c, plus_one=True)
+    c = c.changed({"hidden_act": "gelu_pytorch_tanh"}) if c.values.get("hidden_act") == "gelu" else c
+    bias = c.flag("attention_bias")
+    mixer = attention(c, qkv_bias=bias, o_bias=bias, norm=norm)
+    count = num_layers(c)
+    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm), **_scaled_embedding(c))
+
+
+def gemma2(c: Fields) -> Described:
+    """Describe Gemma 2, with a window in every other layer, soft caps and four norms a layer."""
+    return _gemma(c, 2, lambda kind: read_rope(c), attn_cap=50.0, logit_cap=30.0, qk_norm="none")
+
+
+def gemma3(c: Fields) -> Described:
+    """Describe Gemma 3, with a window in five layers of six, which rotate by another base, and QK norm."""
+    local = c.number("rope_local_base_freq", 10000.0, above=1)
+    pattern = c.integer("sliding_window_pattern", 6)
+    return _gemma(c, pattern, lambda kind: rope_of_type(c, kind, 1e6, local), qk_norm="head")
+
+
+def _gemma(
+    c: Fields,
+    pattern: int,
+    rope: Callable[[str], Rope],
+    attn_cap: float | None = None,
+    logit_cap: float | None = None,
+    **changes: Any,
+) -> Described:
+    if c.flag("use_bidirectional_attention"):
+        raise c.refusal("use_bidirectional_attention", "false")
+    norm, bias = rms_norm(c, plus_one=True), c.flag("attention_bias")
+    changes |= {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "norm": norm,
+        "scale": c.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
+        "soft_cap": _cap(c, "attn_logit_softcapping", attn_cap),
+    }
+    kinds = every_nth(c, pattern)
+    mixers = {kind: attention(c, window_of(c, kind), rope=rope(kind), **changes) for kind in {*kinds}}
+    block = dense(c, activation="hidden_activation")
+    return alike(
+        [mixers[kind] for kind in kinds],
+        [block] * len(kinds),
+        replace(SANDWICH, norm=norm),
+        logit_cap=_cap(c, "final_logit_softcapping", logit_cap),
+        **_scaled_embedding(c),
+    )
+
+
+def _cap(c: Fields, name: str, default: float | None) -> float | None:
+    """Return a soft cap, `default` where the field is absent, None where it is null."""
+    if name not in c.values:
+        return default
+    return None if c.values[name] is None else c.number(name, above=0)
+
+
+def _scaled_embedding(c: Fields) -> dict[str, Any]:
+    return {"embedding_scale": math.sqrt(c.integer("hidden_size")), "rounds_embedding_scale": True}
+
+
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA1: dict[str, Any] = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+GEMMA3: dict[str, Any] = {
+    **GEMMA_DEFAULTS,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Values of fields that Gemma's config.json leaves out"""
+
+
+# ---- Cohere
+
+
+def cohere(c: Fields) -> Described:
+    """Describe Command R: both branches of a layer read one norm, and heads may be normed by weights of their own."""
+    norm, bias, count = _layer_norm(c), c.flag("attention_bias"), num_layers(c)
+    qk_norm = "heads" if c.flag("use_qk_norm") else "none"
+    rope = replace(read_rope(c, theta=500000.0), interleaved=True)
+    mixer = attention(c, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, norm=norm)
+    return _cohere(c, [mixer] * count, norm)
+
+
+def cohere2(c: Fields) -> Described:
+    """Describe Command A and R7B: windows in three layers of four, and the fourth without positions."""
+    norm, bias = _layer_norm(c), c.flag("attention_bias")
+    kinds = every_nth(c, c.integer("sliding_window_pattern", 4))
+    rope = replace(read_rope(c), interleaved=True)
+    mixers = []
+    for kind in kinds:
+        window = window_of(c, kind)
+        turns = None if window is None else rope
+        mixers.append(attention(c, window, rope=turns, qkv_bias=bias, o_bias=bias, norm=norm))
+    return _cohere(c, mixers, norm)
+
+
+def _layer_norm(c: Fields, bias: bool = False) -> Norm:
+    return Norm("layer", c.number("layer_norm_eps", 1e-5, above=0), bias=bias)
+
+
+def _cohere(c: Fields, mixers: list[Any], norm: Norm) -> Described:
+    scale = c.number("logit_scale", 0.0625, above=0)
+    return alike(mixers, [dense(c)] * len(mixers), replace(PARALLEL, norm=norm), logit_scale=scale)
+
+
+# ---- rotation of a part of each head
+
+
+def glm(c: Fields, norms: Norms = USUAL) -> Described:
+    """Describe GLM-4 of 2024, which rotates pairs of neighbours in the first half of each head."""
+    norm, count = rms_norm(c, 1.5625e-7), num_layers(c)
+    rope = replace(read_rope(c, share=0.5), interleaved=True)
+    mixer = attention(c, rope=rope, qkv_bias=c.flag("attention_bias", True), norm=norm)
+    return alike([mixer] * count, [dense(c)] * count, replace(norms, norm=norm))
+
+
+GLM4_NORMS = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def glm4(c: Fields) -> Described:
+    """Describe GLM-4-0414: the same with norms behind mixer and feed-forward too."""
+    return glm(c, GLM4_NORMS)
+
+
+def phi3(c: Fields) -> Described:
+    """Describe Phi-3 and Phi-4, whose checkpoints hold queries, keys and values as one linear."""
+    norm, count = rms_norm(c, 1e-5), num_layers(c)
+    mixer = attention(c, c.optional("sliding_window"), rope=read_rope(c), norm=norm)
+    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm))
+
+
+def stablelm(c: Fields) -> Described:
+    """Describe StableLM, with layer norms."""
+    for name in ("qk_layernorm", "use_parallel_residual"):
+        if c.flag(name):
+            raise c.refusal(name, "false")
+    norm, count = _layer_norm(c, bias=True), num_layers(c)
+    mixer = attention(c, rope=read_rope(c, share=0.25), qkv_bias=c.flag("use_qkv_bias"), norm=norm)
+    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm))
+
+
+def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool) -> Described:
+    """Describe Llama with neighbours rotated together, as Helium and ERNIE 4.5 are. `bias`: the field that says whether
+    linears have biases; `o_bias`: those of attention's output and of the feed-forward do too."""
+    norm, count, biased = rms_norm(c, eps), num_layers(c), c.flag(bias)
+    rope = replace(read_rope(c, theta=theta), interleaved=True)
+    mixer = attention(c, rope=rope, qkv_bias=biased, o_bias=biased and o_bias, norm=norm)
+    mlp_bias = biased if o_bias else c.flag("mlp_bias")
+    return alike([mixer] * count, [dense(c, mlp_bias)] * count, Norms(norm=norm))
+
+
+# ---- multipliers, norms elsewhere, layers without positions
+
+
+def granite(c: Fields) -> Described:
+    """Describe Granite 3, which scales embeddings, scores, logits and what is added to the residual.
+
+    Since an RMS norm does not depend on the size of its input but for epsilon, the residual is kept divided by
+    `residual_multiplier`: then what layers add needs no factor.
+    """
+    multiplier = c.number("residual_multiplier", 1.0, above=0)
+    plain = llama(c)
+    norm = replace(plain.norm, eps=plain.norm.eps / multiplier**2)
+    scale = c.number("attention_multiplier", 1.0, above=0)
+    mixers = [replace(layer.mixer, scale=scale) for layer in plain.layers if isinstance(layer.mixer, Attention)]
+    return alike(
+        mixers,
+        [layer.feed_forward for layer in plain.layers],
+        Norms(norm=norm),
+        embedding_scale=c.number("embedding_multiplier", 1.0, above=0) / multiplier,
+        logit_scale=1 / c.number("logits_scaling", 1.0, above=0),
+    )
+
+
+def olmo(c: Fields) -> Described:
+    """Describe OLMo, with layer norms without weights."""
+    norm, bias, count = Norm("layer", 1e-5, weight=False), c.flag("attention_bias"), num_layers(c)
+    clip = None if c.values.get("clip_qkv") is None else c.number("clip_qkv", above=0)
+    mixer = attention(c, qkv_bias=bias, o_bias=bias, norm=norm, clip=clip)
+    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm))
+
+
+def olmo2(c: Fields) -> Described:
+    """Describe OLMo 2: norms behind mixer and feed-forward, and one of all heads."""
+    return _olmo2(c, ["full_attention"] * num_layers(c), lambda kind: read_rope(c))
+
+
+def olmo3(c: Fields) -> Described:
+    """Describe OLMo 3: OLMo 2 with windows in three layers of four, whose rope is not scaled."""
+    return _olmo2(c, every_nth(c, 4), lambda kind: rope_of_type(c, kind, 500000.0))
+
+
+def _olmo2(c: Fields, kinds: list[str], rope: Callable[[str], Rope]) -> Described:
+    norm, bias = rms_norm(c, 1e-5), c.flag("attention_bias")
+    changes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": "wide", "norm": norm}
+    mixers = {kind: attention(c, window_of(c, kind), rope=rope(kind), **changes) for kind in {*kinds}}
+    return alike([mixers[kind] for kind in kinds], [dense(c)] * len(kinds), replace(BEHIND, norm=norm))
+
+
+def exaone4(c: Fields) -> Described:
+    """Describe EXAONE 4: norms behind mixer and feed-forward, and where some layers have windows, the others have no
+    positions."""
+    norm, mixers = rms_norm(c, 1e-5), []
+    slides = c.values.get("sliding_window") is not None
+    pattern = c.values.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):  # such as LLLG
+        pattern = len(pattern)
+        c = c.changed({"sliding_window_pattern": pattern})
+    kinds = every_nth(c, c.integer("sliding_window_pattern", 4)) if slides else ["full_attention"] * num_layers(c)
+    for kind in kinds:
+        rope = read_rope(c) if kind == "sliding_attention" or not slides else None
+        mixers.append(attention(c, window_of(c, kind), rope=rope, qk_norm="head", norm=norm))
+    return alike(mixers, [dense(c)] * len(kinds), replace(BEHIND, norm=norm))
+
+
+def smollm3(c: Fields) -> Described:
+    """Describe SmolLM3: Llama with every fourth layer without positions."""
+    count, norm, bias = num_layers(c), rms_norm(c), c.flag("attention_bias")
+    interval = c.integer("no_rope_layer_interval", 4)
+    rotates = c.integers("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
+    if len(rotates) < count:
+        raise c.refusal("no_rope_layers", f"a number for each of the {count} layers")
+    slides = c.flag("use_sliding_window") and c.values.get("sliding_window") is not None
+    usual = ["sliding_attention" if slides and not turns else "full_attention" for turns in rotates[:count]]
+    rope, mixers = read_rope(c, theta=2e6), []
+    for kind, turns in zip(layer_types(c) or usual, rotates, strict=False):
+        window = c.optional("sliding_window") if slides and kind == "sliding_attention" else None
+        mixers.append(attention(c, window, rope=rope if turns else None, qkv_bias=bias, o_bias=bias, norm=norm))
+    return alike(mixers, [dense(c, c.flag("mlp_bias"))] * count, Norms(norm=norm))
+
+
+def ministral_window(c: Fields) -> list[int | None]:
+    """Follow Ministral: windows as `layer_types` says, else everywhere."""
+    kinds = layer_types(c) or ["sliding_attention"] * num_layers(c)
+    return [window_of(c, kind) for kind in kinds]
+
+
+# ---- text parts of folders with more than text
+
+
+def text_part_of(families: Mapping[str, Describe], vision: Callable[[Fields, int], int] | None = None) -> Describe:
+    """Return a description that chooses by the `model_type` of the text part, the first where there is none. `vision`
+    counts the parameters of the image encoder, given its fields and the hidden size; None: they are not known."""
+
+    def describe(c: Fields) -> Described:
+        kind = c.text("model_type", next(iter(families)))
+        if kind not in families:
+            raise c.refusal("model_type", f"one of {', '.join(families)} in `text_config`")
+        described = families[kind](c)
+        if vision is None:
+            return described
+        return replace(described, vision_weights=encoder(c, vision, c.integer("hidden_size")))
+
+    return describe
