@@ -106,7 +106,9 @@ class LatentAttention(Layer):
     ) -> Tensor:
         """Return # [num_tokens, num_heads, latent_dim]."""
         q, key = qk[:, :-1], qk[:, -1:]
-        q = self.rotary_and_cache(q, key, None, *angles, kv_cache, metadata.slot_mappings[self.spec.group])
+        cos_sin, positions, _ = angles
+        slots = metadata.slot_mappings[self.spec.group]
+        q = self.rotary_and_cache(q, key, None, cos_sin, positions, kv_cache, slots)
         return self.attend(q, kv_cache, metadata, self.spec, None, out)
 
     def _values(self, attended: Tensor) -> Tensor:

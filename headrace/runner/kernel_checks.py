@@ -39,7 +39,7 @@ ON_ANY_CHIP = 2e-5
 WIDE = {torch.bfloat16: 1e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 """Bounds of sums of products that are added in another order; float32 may go through TF32"""
 UNROTATED = 1000
-"""Positions of made-up tokens in layers that are not rotated"""
+"""Positions of made-up tokens of a model whose layers are not rotated"""
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
@@ -95,10 +95,16 @@ class Subject:
         """Return the table of rotary angles of a layer # [positions, rotary_dim]; None: it is not rotated."""
         return next((rotary.cos_sin for rotary in self.layers(Rotary) if rotary.turns == layer.turns), None)
 
+    @property
+    def positions(self) -> int:
+        """The positions of the tables of rotary angles, if there are any."""
+        tables = [rotary.cos_sin for rotary in self.layers(Rotary) if rotary.cos_sin is not None]
+        return min((table.shape[0] for table in tables), default=UNROTATED)
+
     def temperature(self, layer: Attention, count: int) -> Tensor | None:
         """Return made-up factors of queries # [count] if the layer has such."""
         heated = layer.turns is not None and layer.turns.temperature is not None
-        return self.inputs.uniform(count) + 1 if heated else None
+        return self.inputs.uniform(count) + 1.5 if heated else None
 
 
 def kernel_checks(subject: Subject) -> Iterator[Check]:
@@ -209,15 +215,14 @@ def _narrow_linear(subject: Subject) -> Cases:
 
 
 def _new_tokens(subject: Subject, layer: Attention) -> NewTokens:
-    cache, table = subject.cache(layer, 40 // subject.shape.block_size + 3), subject.rope(layer)
-    positions = UNROTATED if table is None else table.shape[0]
+    cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
     of_layer = {
         "kv_scale": cache_scale(subject),
         "norms": layer.head_weights(),
         "eps": layer.eps,
         "interleaved": layer.spec.interleaved,
     }
-    made = new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, positions, cache, **of_layer)
+    made = new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, subject.positions, cache, **of_layer)
     return replace(made, temperature=subject.temperature(layer, len(made.q)))
 
 

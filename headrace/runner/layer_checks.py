@@ -80,7 +80,7 @@ def _decode_check(subject: Subject, layer: Attention, requests: int) -> Check:
 
 def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     """Compare one step of `requests` decodes, the last of which is padding if there are several."""
-    longest = _longest(subject, layer)
+    longest = _longest(subject)
     lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
     if requests > 1:
         lengths[-1] = 0
@@ -103,10 +103,9 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
 
 
-def _longest(subject: Subject, layer: Attention) -> int:
+def _longest(subject: Subject) -> int:
     """Return the length of the longest made-up sequence."""
-    table = subject.rope(layer)
-    return LONGEST if table is None else min(LONGEST, table.shape[0])
+    return min(LONGEST, subject.positions)
 
 
 def _sinks(subject: Subject, layer: Attention) -> dict[str, Tensor]:
@@ -121,7 +120,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
     """Check the kernel for long prompts on short ones."""
 
     def error() -> float:
-        longest, spec = _longest(subject, layer), layer.spec
+        longest, spec = _longest(subject), layer.spec
         counts, lengths = [min(200, longest), 40, 3], [longest, 40, 2 * subject.shape.block_size]
         size = min(2, subject.shape.dtype.itemsize)
         plan = plan_attention(
@@ -142,7 +141,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
 def _attention_check(subject: Subject, layer: Attention) -> Check:
     def error() -> float:
         block = subject.shape.block_size
-        longest = _longest(subject, layer)
+        longest = _longest(subject)
         mixed = ([1, 1, 24, 40], [longest, 3, min(longest, 24 + 2 * block + 1), 40])
         decodes = ([1] * 4, [1, longest, 17, 2 * block])
         prompts = ([longest] * 2, [longest] * 2)  # enough tiles that keys are not split

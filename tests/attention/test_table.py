@@ -99,8 +99,8 @@ def test_one_layer_that_triton_cannot_serve_decides_for_all():
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
-def test_triton_serves_windows_chunks_sinks_and_keys_without_positions(kv):
+def test_triton_serves_windows_chunks_sinks_and_soft_caps(kv):
     gpt_oss = AttentionSpec(64, 8, 64, 64**-0.5, 16, "bfloat16", sinks=True, kv_cache_dtype=kv)
     llama4 = replace(GPU, chunked=True, sliding_window=8192, kv_cache_dtype=kv)
-    others = (replace(gpt_oss, sliding_window=128, group=1), replace(llama4, rotary=False, chunked=False))
+    others = (replace(gpt_oss, sliding_window=128, group=1), replace(llama4, soft_cap=50.0, chunked=False))
     assert select_backend([gpt_oss, llama4, *others]).name == "TRITON_ATTN"

@@ -135,7 +135,7 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
             "`rope_scaling` of type longrope lacks short_factor, long_factor",
         ),
         (
-            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + ["x"]}},
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 7 + ["x"], "long_factor": [1.0] * 8}},
             "`rope_scaling.short_factor` is",
         ),
         ({"rope_scaling": {"type": "linear"}}, "`rope_scaling` of type linear lacks factor"),

@@ -17,6 +17,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import attention
 from headrace.kernels.attention_config import PREFILL
 from headrace.kernels.table import TRITON_KERNELS
+from headrace.layer_parts import Rope, Temperature
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.model_config import Fields, ModelConfig
@@ -102,7 +103,12 @@ def test_a_wrong_one_is_found() -> None:
     assert wrong.demoted == ["rotary_and_cache"]
 
 
-UNLIKE = ({"window": 24, "sinks": True}, {"sinks": True}, {"window": 40, "chunked": True, "rotary": False})
+UNLIKE: tuple[dict[str, Any], ...] = (
+    {"window": 24, "sinks": True},
+    {"sinks": True},
+    {"window": 40, "chunked": True, "rope": None},
+    {"rope": Rope(interleaved=True, share=0.5), "soft_cap": 1.5, "temperature": Temperature(0.3, 8)},
+)
 """What sets the attention of one layer apart from the usual, layer by layer"""
 
 
@@ -154,6 +160,9 @@ def changed(**changes: Any) -> Any:
         changed(sliding_window=lambda keys: keys + 1),
         changed(chunked=lambda _: False),
         changed(cos_sin=lambda table: None),
+        changed(soft_cap=lambda cap: 2 * cap),
+        changed(interleaved=lambda _: False),
+        changed(temperature=lambda factors: None),
     ],
 )
 def test_so_is_a_fused_decode_that_does_not_know_them(
@@ -165,7 +174,12 @@ def test_so_is_a_fused_decode_that_does_not_know_them(
 
 @pytest.mark.parametrize(
     "fault",
-    [changed(sinks=lambda _: None), changed(sliding_window=lambda keys: keys + 1), changed(chunked=lambda _: False)],
+    [
+        changed(sinks=lambda _: None),
+        changed(sliding_window=lambda keys: keys + 1),
+        changed(chunked=lambda _: False),
+        changed(soft_cap=lambda cap: 2 * cap),
+    ],
 )
 def test_so_is_attention_that_does_not_know_them(
     fault: Any, unlike: dict[str, Any], monkeypatch: pytest.MonkeyPatch
