@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import EngineConfig, knob_types
-from headrace.models.registry import MODELS, ModelEntry
+from headrace.models.registry import MODELS
 from headrace.quantization.formats import MADE_AT_LOAD
 from tests.e2e.serving import Serve
 from tests.speed import PATIENCE
@@ -38,12 +38,32 @@ FAMILIES = {
     "KimiK25ForConditionalGeneration": "Kimi K2.5",
     "Llama4ForConditionalGeneration": "Llama 4",
     "GptOssForCausalLM": "gpt-oss",
+    "GemmaForCausalLM": "Gemma, Gemma 2",
+    "Gemma2ForCausalLM": "Gemma, Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3",
     "Gemma3ForConditionalGeneration": "Gemma 3",
-    "Gemma3ForCausalLM": "Gemma 3, text alone",
+    "CohereForCausalLM": "Command R, R+, A, R7B",
+    "Cohere2ForCausalLM": "Command R, R+, A, R7B",
+    "GlmForCausalLM": "GLM-4, GLM-4-0414",
+    "Glm4ForCausalLM": "GLM-4, GLM-4-0414",
+    "Phi3ForCausalLM": "Phi-3, Phi-4",
+    "GraniteForCausalLM": "Granite 3",
+    "OlmoForCausalLM": "OLMo, OLMo 2, OLMo 3",
+    "Olmo2ForCausalLM": "OLMo, OLMo 2, OLMo 3",
+    "Olmo3ForCausalLM": "OLMo, OLMo 2, OLMo 3",
+    "MinistralForCausalLM": "Ministral, Ministral 3",
+    "Ministral3ForCausalLM": "Ministral, Ministral 3",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "Exaone4ForCausalLM": "EXAONE 4",
+    "StableLmForCausalLM": "StableLM",
+    "SeedOssForCausalLM": "Seed-OSS",
+    "HeliumForCausalLM": "Helium",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
 }
-"""architecture -> what people call its models; a new entry of the registry needs a name here"""
+"""architecture -> what people call its models, of which architectures that share a row have the same; a new entry of
+the registry needs a name here"""
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
@@ -221,13 +241,13 @@ def served_table() -> str:
     columns = ["models", "`architectures`", "plain weights"]
     columns += [f"`{name}`" for name in MADE_AT_LOAD]
     columns += [f"`--{name.replace('_', '-')}`" for name in flags]
-    lines = [columns, ["---"] * len(columns), *(table_row(entry, len(columns) - 2) for entry in MODELS)]
+    rows: dict[tuple[str, bool], list[str]] = {}
+    for entry in MODELS:
+        rows.setdefault((FAMILIES[entry.architecture], bool(entry.module)), []).append(f"`{entry.architecture}`")
+    verdicts = len(columns) - 2
+    shown = ([name, ", ".join(of), *["yes" if served else "plan"] * verdicts] for (name, served), of in rows.items())
+    lines = [columns, ["---"] * len(columns), *shown]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("---|", "---|")
-
-
-def table_row(entry: ModelEntry, verdicts: int) -> list[str]:
-    verdict = "yes" if entry.module else "plan"
-    return [FAMILIES[entry.architecture], f"`{entry.architecture}`", *[verdict] * verdicts]
 
 
 def test_readme_says_what_is_served() -> None:

@@ -169,7 +169,7 @@ class TorchSdpa:
         if spec.soft_cap is not None:
             assert mask is not None
             scores = spec.soft_cap * torch.tanh(query @ key.transpose(-1, -2) * (spec.scale / spec.soft_cap))
-            out = (scores + mask).softmax(-1) @ value
+            out = ((scores + mask).softmax(-1) @ value).contiguous()
         else:
             out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if group.lone:

@@ -113,7 +113,7 @@ MODELS = (
     ModelEntry("GemmaForCausalLM", families.gemma, *LLAMA, defaults=families.GEMMA1),
     ModelEntry("Gemma2ForCausalLM", families.gemma2, *LLAMA, defaults=families.GEMMA_DEFAULTS),
     ModelEntry("Gemma3ForCausalLM", families.gemma3, *LLAMA, defaults=families.GEMMA3),
-    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=families.GEMMA3),
+    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, defaults=families.GEMMA3),
     ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
     ModelEntry("Cohere2ForCausalLM", families.cohere2, *LLAMA, defaults=TIED),
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
