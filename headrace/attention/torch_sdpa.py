@@ -169,11 +169,11 @@ class TorchSdpa:
         if spec.soft_cap is not None:
             assert mask is not None
             scores = spec.soft_cap * torch.tanh(query @ key.transpose(-1, -2) * (spec.scale / spec.soft_cap))
-            out = ((scores + mask).softmax(-1) @ value).contiguous()
+            out = (scores + mask).softmax(-1) @ value
         else:
             out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if group.lone:
-            return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+            return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1).contiguous()
         if queries > 1:
             out = out.unflatten(2, (shared, queries)).permute(0, 3, 1, 2, 4)
         return out.reshape(*q.shape[:2], -1)
