@@ -7,6 +7,7 @@ ports, folders, and processes that a test looks for must be its own.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +73,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     llm.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop of its own, of the kind that serves."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    uvloop.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 def pytest_unconfigure() -> None:

@@ -17,7 +17,7 @@ import pytest
 from headrace.config import EngineConfig, knob_types
 from headrace.models.registry import MODELS
 from headrace.quantization.formats import MADE_AT_LOAD
-from tests.e2e.serving import Serve
+from tests.serving import Serve
 from tests.speed import PATIENCE
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import pytest
 
 from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
-from tests.e2e.serving import demo_copy
 from tests.engine.fakes import FAIL_TOKEN, model_folder
+from tests.serving import demo_copy
 
 ECHO = "tests.engine.fakes:make_echo"
 

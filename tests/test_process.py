@@ -19,7 +19,7 @@ import pytest
 
 from headrace import process
 from headrace.process import SOCKETS, SocketFolder, bytecode_environment, remove_abandoned
-from tests.e2e.serving import gone
+from tests.serving import gone
 from tests.speed import PATIENCE
 
 PACKAGE = Path(process.__file__).parent

@@ -223,34 +223,6 @@ def test_thinking_off(http: httpx.Client, servers: ScriptedServers, fields: dict
         assert "</think>" in scripted.prompts[0].rpartition("Well?")[2]
 
 
-@pytest.mark.parametrize("thinking", [False, True])
-def test_the_prompt_opens_the_thought(
-    http: httpx.Client, servers: ScriptedServers, thinking: bool, stream: bool
-) -> None:
-    scripted = servers(FAMILIES["deepseek-v31"])
-    scripted.say("The answer.", reasoning="Thinking it over." if thinking else None)
-    choice = ask(http, scripted, stream, chat_template_kwargs={"thinking": thinking})
-    assert choice["message"]["content"].strip() == "The answer."
-    assert (choice["message"].get("reasoning") or "").strip() == ("Thinking it over." if thinking else "")
-
-
-def test_a_thought_cut_short_is_no_answer(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
-    scripted = servers(FAMILIES["qwen3"])
-    scripted.say("never reached", reasoning="thinking " * 50)
-    choice = ask(http, scripted, stream, max_tokens=20)
-    assert choice["finish_reason"] == "length"
-    assert not choice["message"]["content"]
-    assert choice["message"]["reasoning"].strip().startswith("thinking thinking")
-
-
-def test_reasoning_can_be_left_out(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
-    scripted = servers(FAMILIES["qwen3"])
-    scripted.say("Yes.", reasoning="Hm.")
-    choice = ask(http, scripted, stream, include_reasoning=False)
-    assert not choice["message"].get("reasoning")
-    assert choice["message"]["content"].strip() == "Yes."
-
-
 def test_a_call_within_a_thought_is_a_thought(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
     """Calls are parsed from the answer alone."""
     scripted = servers(FAMILIES["gpt-oss"])
@@ -286,20 +258,6 @@ def test_named(http: httpx.Client, scripted: Scripted, stream: bool) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("fields", [{}, {"enable_thinking": False}], ids=str)
-def test_required_with_and_without_a_thought(
-    http: httpx.Client, servers: ScriptedServers, fields: dict[str, Any], stream: bool
-) -> None:
-    for name in ("qwen3", "glm45"):
-        scripted = servers(FAMILIES[name])
-        call = Task.fresh(scripted.family).calls[0]
-        reasoning = None if fields else "Which one?"
-        scripted.say("", call, reasoning=reasoning, held=True)
-        choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="required", **fields)
-        assert calls_of(choice) == [call]
-        assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")
-
-
 def test_what_the_grammar_forbids_the_model_cannot_say(http: httpx.Client, servers: ScriptedServers) -> None:
     """The transcript breaks the grammar, so it is no answer of a model: the request fails, and no other one."""
     scripted = servers(FAMILIES["qwen3-coder"])
@@ -317,17 +275,6 @@ def test_one_call_where_parallel_calls_are_off(http: httpx.Client, servers: Scri
     choice = ask(http, scripted, stream, tools=TOOLS, parallel_tool_calls=False)
     assert calls_of(choice) == calls[:1]
     assert choice["finish_reason"] == "tool_calls"
-
-
-def test_no_tools_no_parsing(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
-    """With tool_choice none, what looks like a call is text."""
-    scripted = servers(FAMILIES["qwen3-coder"])
-    call = Task.fresh(scripted.family).calls[0]
-    forced(scripted, call)
-    choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="none")
-    assert not choice["message"].get("tool_calls")
-    assert "<function=get_weather>" in choice["message"]["content"]
-    assert choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "structured_outputs", "guided_json", "json_object"])

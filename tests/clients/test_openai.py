@@ -10,7 +10,6 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.clients.tasks import TOOLS, Task
 from tests.scripted.engine import Scripted, ScriptedServers
@@ -62,28 +61,6 @@ def client_of(scripted: Scripted) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
-def test_agent(client: openai.OpenAI, scripted: Scripted, task: Task, stream: bool) -> None:
-    messages: list[Any] = [{"role": "user", "content": task.question}]
-    while True:
-        if stream:
-            state = ChatCompletionStreamState(input_tools=TOOLS)  # type: ignore[arg-type]
-            for chunk in client.chat.completions.create(
-                model=scripted.name, messages=messages, tools=TOOLS, stream=True
-            ):
-                state.handle_chunk(chunk)
-            choice: Any = state.get_final_completion().choices[0]
-        else:
-            choice = client.chat.completions.create(model=scripted.name, messages=messages, tools=TOOLS).choices[0]
-        messages.append(choice.message.model_dump(exclude_none=True))
-        if choice.finish_reason == "stop":
-            break
-        assert choice.finish_reason == "tool_calls"
-        for call in choice.message.tool_calls:
-            result = task.run_json(call.function.name, call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    task.check(scripted, choice.message.content.strip())
-
-
 def test_agent_with_the_helpers(client: openai.OpenAI, scripted: Scripted, task: Task, stream: bool) -> None:
     """`parse` and `stream` take pydantic models as strict tools, and give their instances back."""
     messages: list[Any] = [{"role": "user", "content": task.question}]
@@ -122,15 +99,6 @@ def test_parse(client: openai.OpenAI, scripted: Scripted, stream: bool) -> None:
     assert (message.model_extra.get("reasoning") or "").strip() == ("A thought." if scripted.family.thinks else "")
 
 
-def test_parse_cut_short(servers: ScriptedServers) -> None:
-    scripted = servers(FAMILIES["qwen3-coder"])
-    scripted.say(JOURNEY)
-    with client_of(scripted) as client, pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(
-            model=scripted.name, messages=[{"role": "user", "content": "a"}], response_format=Journey, max_tokens=9
-        )
-
-
 def test_many_agents_at_once(servers: ScriptedServers) -> None:
     """Each with an answer of its own, streamed and not; none gets a piece of another's."""
     scripted = servers(FAMILIES["qwen3"])
@@ -161,17 +129,3 @@ def test_many_agents_at_once(servers: ScriptedServers) -> None:
             await asyncio.gather(*(one(client, i) for i in range(count)))
 
     asyncio.run(go())
-
-
-def test_a_refused_schema_is_the_clients_fault(servers: ScriptedServers) -> None:
-    """The error names the keyword by its path, and arrives as the SDK's BadRequestError."""
-    schema = {
-        "type": "object",
-        "properties": {"x": {"type": "string", "not": {"format": "date"}}},
-    }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    scripted = servers(FAMILIES["qwen3"])
-    with client_of(scripted) as client, pytest.raises(openai.BadRequestError, match=r"properties\.x\.not"):
-        client.chat.completions.create(
-            model=scripted.name, messages=[{"role": "user", "content": "a"}], response_format=form
-        )

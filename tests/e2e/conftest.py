@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.serving import Serve
+from tests.serving import Serve
 
 KEY = "a key"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.e2e.serving import DEMO, Serve
+from tests.serving import DEMO, Serve
 
 CONTEXTS = (
     "Once upon a time, there was a little boy named Ben. He loved to explore the world.",

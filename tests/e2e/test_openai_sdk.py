@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import KEY
-from tests.e2e.serving import Serve
+from tests.serving import Serve
 from tests.speed import PATIENCE
 
 USER: list[Any] = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -154,6 +154,13 @@ def test_forbidden_tokens_have_a_logprob_that_json_can_say(client: openai.OpenAI
     assert all(value is not None and math.isfinite(value) for value in logprobs.token_logprobs)
 
 
+def test_characters_of_several_tokens_stream_whole(client: openai.OpenAI) -> None:
+    """The model is allowed nothing but the bytes of a character of four."""
+    options: Any = {"structured_outputs": {"regex": "🎡{3}"}}
+    stream = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, stream=True, extra_body=options)
+    assert [text for chunk in stream if (text := chunk.choices[0].text)] == ["🎡"] * 3
+
+
 def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=-1)
@@ -164,6 +171,12 @@ def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=600)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
         client.completions.create(model="demo", prompt="word " * 3000, stream=True)
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model="demo", prompt="a" * 2**20)
+    assert large.value.status_code == 413
+    with pytest.raises(openai.AuthenticationError) as refused:
+        client.with_options(api_key="wrong").models.list()
+    assert refused.value.code == "invalid_api_key"
 
 
 def test_async(server: Serve, story: str) -> None:
@@ -191,22 +204,21 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "forecast", "param
 
 
 @pytest.mark.parametrize(
-    ("choice", "finish"),
-    [("required", "tool_calls"), ({"type": "function", "function": {"name": "forecast"}}, "stop")],
+    ("choice", "finish", "seed"),
+    [("required", "tool_calls", 0), ({"type": "function", "function": {"name": "forecast"}}, "stop", 1)],
     ids=["required", "named"],
 )
 def test_forced_calls_fit_their_schema_whatever_the_model_would_say(
-    client: openai.OpenAI, choice: Any, finish: str
+    client: openai.OpenAI, choice: Any, finish: str, seed: int
 ) -> None:
-    for seed in range(3):
-        answer = client.chat.completions.create(
-            model="demo", messages=USER, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, seed=seed
-        )
-        (call,) = answer.choices[0].message.tool_calls or ()
-        assert answer.choices[0].finish_reason == finish
-        assert answer.choices[0].message.content is None
-        assert call.type == "function"
-        arguments = json.loads(call.function.arguments)
-        assert (call.function.name, set(arguments)) == ("forecast", {"city", "days"})
-        assert arguments["city"] in CITIES
-        assert 1 <= arguments["days"] <= 9
+    answer = client.chat.completions.create(
+        model="demo", messages=USER, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, seed=seed
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert answer.choices[0].finish_reason == finish
+    assert answer.choices[0].message.content is None
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, set(arguments)) == ("forecast", {"city", "days"})
+    assert arguments["city"] in CITIES
+    assert 1 <= arguments["days"] <= 9

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.conftest import KEY
-from tests.e2e.serving import Serve
+from tests.serving import Serve
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "soak.py"
 

@@ -20,7 +20,6 @@ from headrace.engine.core_client import AsyncMPClient
 from headrace.engine.step_health import MOST_FAILURES
 from headrace.errors import (
     CheckpointError,
-    ConfigError,
     EngineDeadError,
     HeadraceError,
     RequestError,
@@ -88,6 +87,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
     async def body() -> None:
         async with started(folder) as engine:
+            await check_expectations(engine)
             await check_deltas(engine)
             await check_final_and_n(engine)
             await check_late_stop(engine)
@@ -100,9 +100,27 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             await check_failed_step(engine)
             await check_long_prompts_leave_the_loop_free(engine)
             await check_turns(engine)
+            await check_ctrl_c_is_the_parents_business(engine)
             # Whatever became of them, nothing of what was sent is thought to wait still.
             await eventually(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
             engine.check_health()
+
+    async def check_expectations(engine: AsyncEngine) -> None:
+        """With no flag that names any traffic."""
+        assert engine.expected is not None
+        assert (engine.expected.workload.input_len, engine.expected.workload.output_len) == (128, 64)
+        assert engine.expected.source.startswith("usual for interactive; ")
+        assert engine.memory is not None
+        assert engine.memory.kv_cache == engine.kv_cache_tokens // engine.config.block_size * 2**10
+        await collect(generate(engine, [5, 6, 7], params(), "a"))
+        text = engine.metrics.render().decode()
+        assert 'headrace:step_time_seconds_predicted_count{engine="0",kind="mixed"' in text
+        observed = next(line for line in text.splitlines() if 'observed_sum{engine="0",kind="decode"' in line)
+        assert float(observed.rsplit(" ", 1)[1]) > 0.005  # seven steps of 5 ms each, that began one after the other
+
+    async def check_ctrl_c_is_the_parents_business(engine: AsyncEngine) -> None:
+        os.kill(engine._client.pid, signal.SIGINT)
+        assert len(await collect(generate(engine, [5], params(), "after Ctrl-C"))) > 0
 
     async def check_deltas(engine: AsyncEngine) -> None:
         outputs = await collect(generate(engine, "✓ab", params(), "deltas"))
@@ -209,122 +227,99 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
     asyncio.run(body())
 
 
-def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red while a step is stuck, or one fails after the other; green as long as an idle loop shows itself."""
     monkeypatch.setattr("headrace.engine.core_client.IDLE_SILENCE_SECONDS", 1.5)
     monkeypatch.setattr("headrace.engine.core_client.BUSY_SILENCE_SECONDS", 0.3)
 
-    async def body() -> None:
-        async with started(folder, "make_echo") as engine:
+    async with started(folder, "make_echo") as engine:
 
-            def heard() -> bool:
-                with contextlib.suppress(EngineDeadError):
-                    engine.check_health()
-                    return True
-                return False
-
-            await asyncio.sleep(2.0)
-            await eventually(heard)
-            for number in range(MOST_FAILURES):
-                await eventually(heard)
-                with pytest.raises(HeadraceError, match="the step failed"):
-                    await collect(generate(engine, [FAIL_TOKEN], params(), f"bad {number}"))
-            with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
-                await eventually(heard)
-            await collect(generate(engine, [10], params(), "good"))
-            await eventually(heard)
-            task = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "stuck")))
-            await eventually(lambda: not heard())
-            with pytest.raises(EngineDeadError, match="silent"):
+        def heard() -> bool:
+            with contextlib.suppress(EngineDeadError):
                 engine.check_health()
-            task.cancel()
+                return True
+            return False
 
-    asyncio.run(body())
+        await asyncio.sleep(2.0)
+        await eventually(heard)
+        for number in range(MOST_FAILURES):
+            await eventually(heard)
+            with pytest.raises(HeadraceError, match="the step failed"):
+                await collect(generate(engine, [FAIL_TOKEN], params(), f"bad {number}"))
+        with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
+            await eventually(heard)
+        await collect(generate(engine, [10], params(), "good"))
+        await eventually(heard)
+        task = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "stuck")))
+        await eventually(lambda: not heard())
+        with pytest.raises(EngineDeadError, match="silent"):
+            engine.check_health()
+        task.cancel()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "in a step", "executor gone"])
-def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
-    async def body() -> None:
-        async with started(folder) as engine:
-            waiting = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "open")))
-            await eventually(lambda: engine.metrics.num_generation_tokens > 0)
-            if how == "SIGKILL":
-                os.kill(engine._client.pid, signal.SIGKILL)
-            else:
-                token = DIE_TOKEN if how == "in a step" else DEAD_TOKEN
-                with pytest.raises(EngineDeadError):
-                    await collect(generate(engine, [token], params(), "last"))
-            async with asyncio.timeout(PATIENCE):
-                with pytest.raises(EngineDeadError):
-                    await waiting
+@pytest.mark.parametrize("token", [DIE_TOKEN, DEAD_TOKEN], ids=["killed in a step", "executor gone"])
+async def test_death_of_the_core_ends_open_requests(folder: Path, token: int) -> None:
+    async with started(folder) as engine:
+        waiting = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "open")))
+        await eventually(lambda: engine.metrics.num_generation_tokens > 0)
+        with pytest.raises(EngineDeadError):
+            await collect(generate(engine, [token], params(), "last"))
+        async with asyncio.timeout(PATIENCE):
             with pytest.raises(EngineDeadError):
-                engine.check_health()
-            with pytest.raises(EngineDeadError):
-                await collect(generate(engine, [5], params(), "too late"))
-
-    asyncio.run(body())
-
-
-def test_shutdown_with_open_requests(folder: Path) -> None:
-    async def body() -> None:
-        async with started(folder) as engine:
-            waiting = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "open")))
-            await asyncio.sleep(0.2)
-            async with asyncio.timeout(PATIENCE):  # it would be for ever
-                await engine.shutdown(timeout=1.0)
-            with pytest.raises(EngineDeadError, match="shutting down"):
                 await waiting
+        with pytest.raises(EngineDeadError):
+            engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await collect(generate(engine, [5], params(), "too late"))
 
-    asyncio.run(body())
+
+async def test_shutdown_with_open_requests(folder: Path) -> None:
+    async with started(folder) as engine:
+        waiting = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "open")))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(PATIENCE):  # it would be for ever
+            await engine.shutdown(timeout=1.0)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await waiting
 
 
 @pytest.mark.parametrize(
     ("executor", "config", "error", "message"),
     [
         ("make_broken", {}, CheckpointError, "lacks `model.norm.weight`"),
-        ("make_echo", {"max_model_len": 999}, ConfigError, "max_model_len must be at most 256"),
         ("make_crashing", {}, EngineDeadError, "exit code -9"),
         ("no_such_name", {}, HeadraceError, "could not start: AttributeError"),
         ("make_slow_start", {"tokenizer": "/"}, TokenizerError, "no tokenizer.json"),
     ],
 )
-def test_what_is_wrong_with_a_start_arrives_as_its_class(
+async def test_what_is_wrong_with_a_start_arrives_as_its_class(
     folder: Path, executor: str, config: dict[str, object], error: type[HeadraceError], message: str
 ) -> None:
-    async def body() -> None:
-        with pytest.raises(error, match=message) as caught:
-            async with started(folder, executor, **config):
-                pass
-        assert type(caught.value) is error
-
-    asyncio.run(body())
+    with pytest.raises(error, match=message) as caught:
+        async with started(folder, executor, **config):
+            pass
+    assert type(caught.value) is error
     assert not [child for child in psutil.Process().children() if "core_process" in " ".join(child.cmdline())]
 
 
 PARENT = """
 import asyncio, sys
-from headrace.config import EngineConfig
-from headrace.engine.async_engine import AsyncEngine
-from headrace.engine.core_client import AsyncMPClient
 from pathlib import Path
+from headrace.config import EngineConfig
+from headrace.engine.core_client import AsyncMPClient
 
 async def main():
-    if sys.argv[2] == "make_slow_start":
-        client = AsyncMPClient(EngineConfig(), Path(sys.argv[1]), "tests.engine.fakes:make_slow_start")
-        print(client.pid, flush=True)
-    else:
-        engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1]), executor="tests.engine.fakes:" + sys.argv[2])
-        print(engine._client.pid, flush=True)
+    client = AsyncMPClient(EngineConfig(), Path(sys.argv[1]), "tests.engine.fakes:make_slow_start")
+    print(client.pid, flush=True)
     await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("executor", ["make_echo", "make_slow_start"])
-def test_the_core_does_not_outlive_its_parent(folder: Path, executor: str) -> None:
-    """However the parent dies; also while the core is still starting."""
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(folder), executor], stdout=subprocess.PIPE) as parent:
+def test_a_core_that_is_still_starting_does_not_outlive_its_parent(folder: Path) -> None:
+    """However the parent dies. One that has started: tests/e2e/test_processes.py."""
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         core = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
@@ -333,65 +328,13 @@ def test_the_core_does_not_outlive_its_parent(folder: Path, executor: str) -> No
     assert not core.is_running()
 
 
-def test_ctrl_c_is_the_parents_business(folder: Path) -> None:
-    async def body() -> None:
-        async with started(folder) as engine:
-            os.kill(engine._client.pid, signal.SIGINT)
-            assert len(await collect(generate(engine, [5], params(), "after Ctrl-C"))) > 0
-
-    asyncio.run(body())
-
-
-def test_no_socket_is_left_to_connect_to(folder: Path) -> None:
+async def test_no_socket_is_left_to_connect_to(folder: Path) -> None:
     """Once both ends are connected the sockets' folder is gone; before that nobody else can enter it."""
-
-    async def body() -> None:
-        client = AsyncMPClient(EngineConfig(), folder, "tests.engine.fakes:make_echo")
-        directory = Path(client._folder.name)
-        try:
-            assert directory.stat().st_mode & 0o777 == 0o700
-            await client.ready()
-            assert not directory.exists()
-        finally:
-            await client.shutdown()
-
-    asyncio.run(body())
-
-
-def test_a_started_engine_tells_what_it_expects_of_itself(folder: Path) -> None:
-    """With no flag that names any traffic."""
-
-    async def body() -> None:
-        async with started(folder) as engine:
-            assert engine.expected is not None
-            assert (engine.expected.workload.input_len, engine.expected.workload.output_len) == (128, 64)
-            assert engine.expected.source.startswith("usual for interactive; ")
-            assert engine.memory is not None
-            assert engine.memory.kv_cache == engine.kv_cache_tokens // engine.config.block_size * 2**10
-            await collect(generate(engine, [5, 6, 7], params(), "a"))
-            text = engine.metrics.render().decode()
-            assert 'headrace:step_time_seconds_predicted_count{engine="0",kind="mixed"' in text
-            observed = next(line for line in text.splitlines() if 'observed_sum{engine="0",kind="decode"' in line)
-            assert float(observed.rsplit(" ", 1)[1]) > 0.005  # seven steps of 5 ms each, that began one after the other
-
-    asyncio.run(body())
-
-
-def test_uvloop(folder: Path) -> None:
-    uvloop = pytest.importorskip("uvloop")
-
-    async def body() -> None:
-        async with started(folder) as engine:
-            assert len(await collect(generate(engine, [5], params(), "a"))) > 0
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(body())
-
-
-def test_the_front_end_loads_no_torch() -> None:
-    code = (
-        "import sys; import headrace.engine.async_engine, headrace.engine.core_process, headrace.llm; "
-        "sys.exit(' '.join(name for name in ('torch', 'triton', 'transformers') if name in sys.modules) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    client = AsyncMPClient(EngineConfig(), folder, "tests.engine.fakes:make_echo")
+    directory = Path(client._folder.name)
+    try:
+        assert directory.stat().st_mode & 0o777 == 0o700
+        await client.ready()
+        assert not directory.exists()
+    finally:
+        await client.shutdown()

@@ -209,10 +209,3 @@ def test_two_ranks_give_what_one_does(core: EngineCore) -> None:
     finally:
         ranks.shutdown()
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-
-
-def test_without_a_tokenizer_a_grammar_is_refused() -> None:
-    core = build_core(EngineConfig(skip_tokenizer_init=True), DEMO_FOLDER, False, "tests.engine.fakes:make_echo")
-    (answer,) = run(core, ask(1, choice(["a"])))
-    assert "needs a tokenizer" in str(answer.error)
-    core.shutdown()

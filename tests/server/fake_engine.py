@@ -270,4 +270,5 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     body = response.json()
     assert list(body) == ["error"]
     assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert len(body["error"]["message"]) < 1000
     return body["error"]

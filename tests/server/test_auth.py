@@ -15,7 +15,7 @@ from starlette.routing import Route
 from headrace.errors import ConfigError
 from headrace.server import auth
 from tests.server.fake_engine import error_of, make_app, send
-from tests.server.raw_http import run, serving
+from tests.server.raw_http import serving
 
 KEYS = ["first-key", "second-key"]
 APP = make_app(api_key=KEYS)
@@ -165,18 +165,14 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("root_path", ["", "/api", "/v1"])
-def test_request_targets_as_they_come_from_the_wire(root_path: str) -> None:
+async def test_request_targets_as_they_come_from_the_wire(root_path: str) -> None:
     """The same tricks through the real parser: what it makes of a target is what router and keys see."""
-
-    async def go() -> None:
-        async with serving(api_key=KEYS, root_path=root_path) as server:
-            for target, status in TARGETS.items():
-                client = await server.connect(b"GET " + target + b" HTTP/1.0\r\nX-Original-URL: /health\r\n\r\n")
-                answer = await client.rest()
-                assert answer.startswith(b"HTTP/1.1 %d " % status), (target, answer[:200])
-                assert status != 200 or answer.endswith(b"\r\n\r\n"), target
-
-    run(go)
+    async with serving(api_key=KEYS, root_path=root_path) as server:
+        for target, status in TARGETS.items():
+            client = await server.connect(b"GET " + target + b" HTTP/1.0\r\nX-Original-URL: /health\r\n\r\n")
+            answer = await client.rest()
+            assert answer.startswith(b"HTTP/1.1 %d " % status), (target, answer[:200])
+            assert status != 200 or answer.endswith(b"\r\n\r\n"), target
 
 
 @pytest.mark.parametrize("token", ["first-key", "second-key", "neither"])

@@ -160,10 +160,11 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([{"role": "user", "content": 5}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0] has no text"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "text only"),
+    ([{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": "file:///x"}}]}], "text only"),
 ]
 
 
-@pytest.mark.parametrize(("messages", "words"), BAD_MESSAGES, ids=[words for _, words in BAD_MESSAGES])
+@pytest.mark.parametrize(("messages", "words"), BAD_MESSAGES, ids=str)
 def test_bad_messages(messages: object, words: str) -> None:
     error = error_of(chat(make_app(), messages=messages), 400)
     assert words in error["message"]

@@ -149,14 +149,6 @@ def test_a_stream_says_what_a_whole_answer_says(seed: int) -> None:
         assert len(choice["token_ids"]) == len(choice["logprobs"]["content"])
 
 
-def test_arguments_come_as_they_are_written() -> None:
-    text = call_text("look", {"x": "a long sentence " * 20})
-    found = events(chat(app_saying(text, reasoning_parser="none"), tools=TOOLS, stream=True))
-    pieces = [chunk["choices"][0]["delta"]["tool_calls"] for chunk in found[:-1]
-              if "tool_calls" in chunk["choices"][0]["delta"]]  # fmt: skip
-    assert len(pieces) > 20
-
-
 def test_plain_text_is_not_delayed() -> None:
     """Beside tools, every token of plain text is a delta of its own, at once."""
     engine = FakeEngine(text="Nothing to look at here.")
@@ -189,19 +181,6 @@ def test_finish_reason(fields: dict[str, Any], finish: str) -> None:
     assert calls != []
     if finish == "stop":
         assert choice["message"]["content"] == BOTH
-
-
-def test_a_cut_call_leaks_no_markup() -> None:
-    app = app_saying("Well. " + BOTH, reasoning_parser="none")
-    for length in range(len("Well. <tool_call>"), len(BOTH) + 6, 3):
-        assert whole(app, tools=TOOLS, max_tokens=length)["message"]["content"].strip() == "Well."
-
-
-def test_without_parallel_calls_the_first_is_kept() -> None:
-    app = app_saying(BOTH, reasoning_parser="none")
-    fields = {"tools": TOOLS, "parallel_tool_calls": False}
-    assert [call["function"]["name"] for call in whole(app, **fields)["message"]["tool_calls"]] == ["look"]
-    assert [call["function"]["name"] for call in joined(app, **fields)["calls"]] == ["look"]
 
 
 def test_a_stop_string_ends_an_answer_that_is_parsed() -> None:
@@ -279,28 +258,6 @@ def test_an_answer_without_anything_to_find_is_not_parsed(monkeypatch: pytest.Mo
     assert whole(app)["message"] == {"content": "Hello", "role": "assistant", "refusal": None}
     assert whole(app, tools=TOOLS, tool_choice="none")["message"]["content"] == "Hello"
     assert len(events(chat(app, stream=True))) > 2
-
-
-KIMI = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.go:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
-    "<|tool_calls_section_end|>"
-)
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "pattern"),
-    [
-        ("hermes", call_text("go", {}), "chatcmpl-tool-[0-9a-f]{32}"),
-        ("mistral", '[TOOL_CALLS][{"name": "go", "arguments": {}}]', "[a-zA-Z0-9]{9}"),
-        ("kimi_k2", KIMI, "functions.go:7"),
-    ],
-)
-def test_ids_are_what_the_family_expects(parser: str, text: str, pattern: str) -> None:
-    app = app_saying(text, reasoning_parser="none", tool_call_parser=parser)
-    call = whole(app, tools=TOOLS)["message"]["tool_calls"][0]
-    assert re.fullmatch(pattern, call["id"])
-    assert call["function"] == {"name": "go", "arguments": "{}"}
-    assert re.fullmatch(pattern, joined(app, tools=TOOLS)["calls"][0]["id"])
 
 
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")

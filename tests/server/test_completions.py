@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from headrace.request import Logprob
 from headrace.server.answers import Usage
 from headrace.server.generation import UsageCount
 from headrace.server.protocol import StreamOptions
-from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app
+from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app, post
 
 
 def test_answer_has_openai_shape() -> None:
@@ -266,19 +267,20 @@ def test_without_tokenizer_ids_come_back() -> None:
 
 
 def test_request_id_is_never_the_engines_key() -> None:
+    """CVE-2026-116176: X-Request-Id reached a socket's connect."""
     engine = FakeEngine()
     app = make_app(engine, enable_request_id_headers=True)
+
+    def ask(request_id: str) -> httpx.Response:
+        body = {"prompt": "a", "max_tokens": 1, "request_id": "ipc:///tmp/x"}
+        return post(app, "/v1/completions", body, headers={"x-request-id": request_id})
+
     for _ in range(2):
-        answer = post_with_id(app, "abc-1")
+        answer = ask("abc-1")
         assert answer.headers["x-request-id"] == "abc-1"
         assert answer.json()["id"] != "abc-1"
-    assert len({request["id"] for request in engine.requests}) == 2
-    answer = post_with_id(app, "tcp://evil:1/" + "x" * 100)
-    assert answer.headers["x-request-id"] == answer.json()["id"]
+    answer = ask("tcp://evil:1/" + "x" * 100)
+    assert answer.headers["x-request-id"] == answer.json()["id"] == engine.requests[-1]["id"]
+    assert len({request["id"] for request in engine.requests}) == 3
+    assert all(request["id"].startswith("cmpl-") for request in engine.requests)
     assert "x-request-id" not in complete(make_app()).headers
-
-
-def post_with_id(app, request_id):  # type: ignore[no-untyped-def]
-    from tests.server.fake_engine import post
-
-    return post(app, "/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": request_id})

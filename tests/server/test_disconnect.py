@@ -46,27 +46,24 @@ async def until(condition: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
-def test_leaving_aborts(stream: bool, prompt: Any) -> None:
-    async def go() -> None:
-        engine = FakeEngine()
-        engine.delay = 0.01
-        app = make_app(engine)
-        body = {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": stream}
-        leaver, stayer = Client(app, body), Client(app, {"prompt": "x", "max_tokens": 10})
-        count = len(prompt)
-        await until(lambda: len(engine.active) == count + 1)
-        if stream:
-            await until(lambda: leaver.sent)
-        leaver.left.set()
-        await asyncio.wait_for(leaver.task, PATIENCE)
-        assert len(engine.aborted) == count
-        assert not any(b"[DONE]" in message.get("body", b"") for message in leaver.sent)
-        await asyncio.wait_for(stayer.task, PATIENCE)
-        assert stayer.sent[0]["status"] == 200
-        assert len(engine.aborted) == count
-        assert not engine.active
-
-    asyncio.run(go())
+async def test_leaving_aborts(stream: bool, prompt: Any) -> None:
+    engine = FakeEngine()
+    engine.delay = 0.01
+    app = make_app(engine)
+    body = {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    leaver, stayer = Client(app, body), Client(app, {"prompt": "x", "max_tokens": 10})
+    count = len(prompt)
+    await until(lambda: len(engine.active) == count + 1)
+    if stream:
+        await until(lambda: leaver.sent)
+    leaver.left.set()
+    await asyncio.wait_for(leaver.task, PATIENCE)
+    assert len(engine.aborted) == count
+    assert not any(b"[DONE]" in message.get("body", b"") for message in leaver.sent)
+    await asyncio.wait_for(stayer.task, PATIENCE)
+    assert stayer.sent[0]["status"] == 200
+    assert len(engine.aborted) == count
+    assert not engine.active
 
 
 def test_leaving_before_the_body_is_there() -> None:
@@ -94,42 +91,33 @@ def test_leaving_before_the_body_is_there() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stopping_the_server_ends_open_requests(stream: bool) -> None:
-    async def go() -> None:
-        engine = FakeEngine()
-        engine.delay = 0.01
-        app = make_app(engine)
-        client = Client(app, {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": stream})
-        await until(lambda: client.sent if stream else engine.active)
-        app.state.serving.stop()
-        await asyncio.wait_for(client.task, PATIENCE)
-        assert len(engine.aborted) == 1
-        assert client.sent[0]["status"] == (200 if stream else 503)
-        assert b"server_stopping" in client.sent[-1]["body"]
-        assert client.sent[-1]["more_body"] is False
-        assert not any(b"[DONE]" in message.get("body", b"") for message in client.sent)
-
-    asyncio.run(go())
+async def test_stopping_the_server_ends_open_requests(stream: bool) -> None:
+    engine = FakeEngine()
+    engine.delay = 0.01
+    app = make_app(engine)
+    client = Client(app, {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": stream})
+    await until(lambda: client.sent if stream else engine.active)
+    app.state.serving.stop()
+    await asyncio.wait_for(client.task, PATIENCE)
+    assert len(engine.aborted) == 1
+    assert client.sent[0]["status"] == (200 if stream else 503)
+    assert b"server_stopping" in client.sent[-1]["body"]
+    assert client.sent[-1]["more_body"] is False
+    assert not any(b"[DONE]" in message.get("body", b"") for message in client.sent)
 
 
-def test_a_request_that_comes_while_stopping() -> None:
-    async def go() -> None:
-        engine = FakeEngine()
-        app = make_app(engine)
-        app.state.serving.stop()
-        client = Client(app, {"prompt": "a"})
-        await client.task
-        assert client.sent[0]["status"] == 503
-        assert not engine.requests
-
-    asyncio.run(go())
+async def test_a_request_that_comes_while_stopping() -> None:
+    engine = FakeEngine()
+    app = make_app(engine)
+    app.state.serving.stop()
+    client = Client(app, {"prompt": "a"})
+    await client.task
+    assert client.sent[0]["status"] == 503
+    assert not engine.requests
 
 
-def test_tasks_are_not_left_behind() -> None:
-    async def go() -> None:
-        app = make_app()
-        clients = [Client(app, {"prompt": ["a", "b"], "stream": index % 2 == 0}) for index in range(4)]
-        await asyncio.gather(*(client.task for client in clients))
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(go())
+async def test_tasks_are_not_left_behind() -> None:
+    app = make_app()
+    clients = [Client(app, {"prompt": ["a", "b"], "stream": index % 2 == 0}) for index in range(4)]
+    await asyncio.gather(*(client.task for client in clients))
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -19,6 +19,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("n", "2", "expected `int"),
     ("n", True, "expected `int"),
     ("best_of", 2, "best_of must equal n (1)"),
+    ("best_of", 10**9, "best_of"),
     ("temperature", -0.1, "-0.1"),
     ("temperature", 1000, "[0, 100]"),
     ("temperature", "hot", "'hot'"),
@@ -37,6 +38,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("stop", ["a", 5], "stop[1]: expected `str`, got `int` (5)"),
     ("stop_token_ids", [0] * 65, "at most 64"),
     ("stop_token_ids", [512], "512"),
+    ("stop_token_ids", [2**40], "stop_token_ids"),
     ("stop_token_ids", [-1], "stop_token_ids"),
     ("stop_token_ids", "5", "expected `array"),
     ("bad_words", ["x"] * 65, "at most 64"),
@@ -51,11 +53,13 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("prompt_logprobs", -1, "-1"),
     ("logit_bias", {"5": 101}, "[-100, 100]"),
     ("logit_bias", {"512": 1}, "512"),
+    ("logit_bias", {str(2**40): 1}, "logit_bias"),
     ("logit_bias", {"-1": 1}, "a key of logit_bias must be a token id (an integer >= 0), got -1"),
     ("logit_bias", {"a": 1}, "key of logit_bias"),
     ("logit_bias", {str(i): 1 for i in range(1025)}, "1024"),
     ("allowed_token_ids", [], "must not be empty"),
     ("allowed_token_ids", [512], "512"),
+    ("allowed_token_ids", [2**40], "allowed_token_ids"),
     ("ignore_eos", "yes", "'yes'"),
     ("stream", "true", "expected `bool"),
     ("stream_options", {"include_usage": True}, "only allowed when stream is true"),
@@ -101,6 +105,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("prompt", "", "must not be empty"),
     ("prompt", [], "must not be empty"),
     ("prompt", [[]], "must not be empty"),
+    ("prompt", [""], "must not be empty"),
     ("prompt", ["a", ""], "prompt[1] must not be empty"),
     ("prompt", [[1], []], "prompt[1] must not be empty"),
     ("prompt", None, "prompt: expected `str`, got `null`"),
@@ -129,9 +134,11 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_completion(case: tuple[str, Any, str], stream: bool) -> None:
     field, value, words = case
-    error = error_of(complete(make_app(), **{field: value}, stream=stream), 400)
+    engine = FakeEngine()
+    error = error_of(complete(make_app(engine), **{field: value}, stream=stream), 400)
     assert error["param"].partition("[")[0] == field
     assert words in error["message"]
+    assert not engine.requests
 
 
 BAD_CHATS: list[tuple[str, Any, str]] = [
@@ -140,16 +147,8 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("logprobs", 2, "expected `bool"),
     ("max_completion_tokens", 0, "max_completion_tokens"),
     ("chat_template", "{{ 1 }}", "--chat-template"),
-    ("chat_template_kwargs", {"messages": []}, "messages"),
-    ("chat_template_kwargs", {"chat_template": "x"}, "chat_template"),
-    ("chat_template_kwargs", {"self": 1}, "self"),
-    ("chat_template_kwargs", {"__class__": 1}, "__class__"),
-    ("chat_template_kwargs", {"a b": 1}, "a b"),
     ("chat_template_kwargs", {f"k{i}": 1 for i in range(33)}, "32"),
     ("chat_template_kwargs", [], "expected `object"),
-    ("tools", [{"type": "function", "function": {}}], "tools[0].function.name"),
-    ("tools", [{"type": "web", "function": {"name": "f"}}], "tools[0].type"),
-    ("tools", [{"type": "function", "function": {"name": "f"}}] * 1025, "1024"),
 ]
 
 
@@ -183,10 +182,6 @@ BAD_BODIES = [
     b'{"prompt": "\xff"}',
     b'{"prompt": "\\ud800"}',
     b"prompt=a",
-    b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-    b'{"prompt": "a", "unknown": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-    b'{"prompt": "a", "unknown": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
-    b'{"prompt": "a", "guided_json": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
 ]
 
 

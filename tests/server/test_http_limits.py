@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.server.raw_http import HEALTH, POST, error_code, request, run, serving, until
+from tests.server.raw_http import HEALTH, POST, error_code, request, serving, until
 
 
 def assert_408(answer: bytes) -> None:
@@ -18,173 +18,131 @@ def assert_408(answer: bytes) -> None:
     assert not answer or error_code(answer) == (b"408", "request_timeout")
 
 
-def test_half_a_head_is_answered_408() -> None:
-    async def go() -> None:
-        async with serving(header_timeout=0.3) as server:
-            client = await server.connect(b"GET /health HTTP/1.1\r\nHo")
-            assert error_code(await client.rest()) == (b"408", "request_timeout")
-
-    run(go)
+async def test_half_a_head_is_answered_408() -> None:
+    async with serving(header_timeout=0.3) as server:
+        client = await server.connect(b"GET /health HTTP/1.1\r\nHo")
+        assert error_code(await client.rest()) == (b"408", "request_timeout")
 
 
-def test_a_head_that_trickles_is_answered_408() -> None:
-    async def go() -> None:
-        async with serving(header_timeout=0.3) as server:
-            client = await server.connect(b"GET /health HTTP/1.1\r\n")
-            answer = asyncio.create_task(client.rest())
-            while not answer.done():
-                client.say(b"a: b\r\n")
-                await asyncio.wait((answer,), timeout=0.05)
-            assert_408(await answer)
-
-    run(go)
+async def test_a_head_that_trickles_is_answered_408() -> None:
+    async with serving(header_timeout=0.3) as server:
+        client = await server.connect(b"GET /health HTTP/1.1\r\n")
+        answer = asyncio.create_task(client.rest())
+        while not answer.done():
+            client.say(b"a: b\r\n")
+            await asyncio.wait((answer,), timeout=0.05)
+        assert_408(await answer)
 
 
 @pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["nothing", "an empty line"])
-def test_who_says_nothing_is_closed_without_a_word(first: bytes) -> None:
-    async def go() -> None:
-        async with serving(header_timeout=0.3) as server:
-            assert await (await server.connect(first)).rest() == b""
-
-    run(go)
+async def test_who_says_nothing_is_closed_without_a_word(first: bytes) -> None:
+    async with serving(header_timeout=0.3) as server:
+        assert await (await server.connect(first)).rest() == b""
 
 
-def test_empty_lines_between_requests_do_not_keep_a_connection() -> None:
-    async def go() -> None:
-        async with serving(header_timeout=0.3) as server:
-            client = await server.connect(HEALTH)
-            assert b" 200 " in await client.answer()
-            client.say(b"\r\n")  # ends uvicorn's own timer and begins no request
-            assert await client.rest() == b""
-
-    run(go)
+async def test_empty_lines_between_requests_do_not_keep_a_connection() -> None:
+    async with serving(header_timeout=0.3) as server:
+        client = await server.connect(HEALTH)
+        assert b" 200 " in await client.answer()
+        client.say(b"\r\n")  # ends uvicorn's own timer and begins no request
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize("pause", [0, 0.02], ids=["stalls", "trickles"])
-def test_a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> None:
-    async def go() -> None:
-        async with serving(body_timeout=0.4) as server:
-            client = await server.connect(POST + b'Content-Length: 9999\r\n\r\n{"prompt')
-            answer = asyncio.create_task(client.rest())
-            while pause and not answer.done():
-                client.say(b" ")
-                await asyncio.wait((answer,), timeout=pause)
-            assert_408(await answer)
-            assert not server.engine.requests
-
-    run(go)
+async def test_a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> None:
+    async with serving(body_timeout=0.4) as server:
+        client = await server.connect(POST + b'Content-Length: 9999\r\n\r\n{"prompt')
+        answer = asyncio.create_task(client.rest())
+        while pause and not answer.done():
+            client.say(b" ")
+            await asyncio.wait((answer,), timeout=pause)
+        assert_408(await answer)
+        assert not server.engine.requests
 
 
-def test_a_long_body_at_a_fair_rate_takes_its_time() -> None:
-    async def go() -> None:
-        async with serving(body_timeout=0.3) as server:
-            body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "a" * 20_000}).encode()
-            client = await server.connect(POST + b"Content-Length: %d\r\n\r\n" % len(body))
-            for start in range(0, len(body), 1000):
-                client.say(body[start : start + 1000])
-                await asyncio.sleep(0.05)
-            assert b" 200 " in await client.answer()
-
-    run(go)
+async def test_a_long_body_at_a_fair_rate_takes_its_time() -> None:
+    async with serving(body_timeout=0.3) as server:
+        body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "a" * 20_000}).encode()
+        client = await server.connect(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 1000):
+            client.say(body[start : start + 1000])
+            await asyncio.sleep(0.05)
+        assert b" 200 " in await client.answer()
 
 
-def test_a_body_that_nobody_waits_for_any_more_ends_too() -> None:
+async def test_a_body_that_nobody_waits_for_any_more_ends_too() -> None:
     """The answer (415) is there at once; the client goes on with its body, fast enough for any rate."""
-
-    async def go() -> None:
-        async with serving(body_timeout=0.3) as server:
-            client = await server.connect(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
-            )
-            answer = asyncio.create_task(client.rest())
-            while not answer.done():
-                client.say(b" " * 1000)
-                await asyncio.wait((answer,), timeout=0.02)
-            assert not server.server.num_connections
-
-    run(go)
+    async with serving(body_timeout=0.3) as server:
+        client = await server.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
+        answer = asyncio.create_task(client.rest())
+        while not answer.done():
+            client.say(b" " * 1000)
+            await asyncio.wait((answer,), timeout=0.02)
+        assert not server.server.num_connections
 
 
 @pytest.mark.parametrize(
     "following", [b"GET /heal", POST + b'Content-Length: 99\r\n\r\n{"prompt'], ids=["head", "body"]
 )
-def test_a_request_that_waits_for_its_answer_is_not_idle(following: bytes) -> None:
+async def test_a_request_that_waits_for_its_answer_is_not_idle(following: bytes) -> None:
     """Nor does half a request behind it end it; that one's time begins with the answer to the first."""
-
-    async def go() -> None:
-        async with serving(header_timeout=0.2, body_timeout=0.2, send_timeout=0.2) as server:
-            server.engine.delay = 0.1
-            client = await server.connect(request(max_tokens=12) + following)
-            assert b" 200 " in await client.answer()
-            assert error_code(await client.rest()) == (b"408", "request_timeout")
-
-    run(go)
+    async with serving(header_timeout=0.2, body_timeout=0.2, send_timeout=0.2) as server:
+        server.engine.delay = 0.1
+        client = await server.connect(request(max_tokens=12) + following)
+        assert b" 200 " in await client.answer()
+        assert error_code(await client.rest()) == (b"408", "request_timeout")
 
 
-def test_idle_connections_are_closed() -> None:
-    async def go() -> None:
-        async with serving(timeout_keep_alive=1) as server:
-            client = await server.connect(HEALTH)
-            assert b" 200 " in await client.answer()
-            started = time.monotonic()
-            assert await client.rest() == b""
-            assert time.monotonic() - started > 0.5
-
-    run(go)
+async def test_idle_connections_are_closed() -> None:
+    async with serving(timeout_keep_alive=1) as server:
+        client = await server.connect(HEALTH)
+        assert b" 200 " in await client.answer()
+        started = time.monotonic()
+        assert await client.rest() == b""
+        assert time.monotonic() - started > 0.5
 
 
 LONG = {"stream": True, "n": 64, "max_tokens": 200, "ignore_eos": True}
 """Some megabytes."""
 
 
-def test_a_client_that_never_reads_loses_its_request() -> None:
-    async def go() -> None:
-        async with serving(send_timeout=0.4) as server:
-            server.engine.delay = 0.001
-            client = await server.connect(request(**LONG), receive_buffer=4096)
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await until(lambda: bool(server.engine.active))
-            await until(lambda: not server.engine.active)
-            assert server.engine.aborted
-            await until(lambda: not server.server.num_connections)
-
-    run(go)
+async def test_a_client_that_never_reads_loses_its_request() -> None:
+    async with serving(send_timeout=0.4) as server:
+        server.engine.delay = 0.001
+        client = await server.connect(request(**LONG), receive_buffer=4096)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: bool(server.engine.active))
+        await until(lambda: not server.engine.active)
+        assert server.engine.aborted
+        await until(lambda: not server.server.num_connections)
 
 
-def test_an_answer_that_is_complete_and_never_read_is_let_go() -> None:
+async def test_an_answer_that_is_complete_and_never_read_is_let_go() -> None:
     """Nothing of it is left to be made, but it does not fit into the kernel's buffers."""
-
-    async def go() -> None:
-        async with serving(send_timeout=0.4, timeout_keep_alive=0) as server:
-            fields = {"n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 2}
-            client = await server.connect(request(**fields), receive_buffer=4096)
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await until(lambda: bool(server.engine.requests))
-            await until(lambda: not server.server.num_connections)
-
-    run(go)
+    async with serving(send_timeout=0.4, timeout_keep_alive=0) as server:
+        fields = {"n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 2}
+        client = await server.connect(request(**fields), receive_buffer=4096)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: bool(server.engine.requests))
+        await until(lambda: not server.server.num_connections)
 
 
-def test_a_slow_reader_gets_its_whole_stream() -> None:
+async def test_a_slow_reader_gets_its_whole_stream() -> None:
     """For longer than the limit the kernel takes nothing from the server, since it waits until a third of its buffer is
     free; but the client does read."""
-
-    async def go() -> None:
-        async with serving(send_timeout=0.4, send_buffer=2**16) as server:
-            client = (await server.connect(request(**{**LONG, "n": 8}), receive_buffer=4096)).writer.transport
-            client.pause_reading()  # type: ignore[attr-defined]
-            received, pauses = b"", 75
-            with socket.socket(fileno=os.dup(client.get_extra_info("socket").fileno())) as connection:
-                while b"[DONE]" not in received[-100:]:
-                    part = await asyncio.get_running_loop().sock_recv(connection, 2048)
-                    assert part, received[-300:]
-                    received += part
-                    if pauses:
-                        pauses -= 1
-                        await asyncio.sleep(0.04)
-            assert not server.engine.aborted
-
-    run(go)
+    async with serving(send_timeout=0.4, send_buffer=2**16) as server:
+        client = (await server.connect(request(**{**LONG, "n": 8}), receive_buffer=4096)).writer.transport
+        client.pause_reading()  # type: ignore[attr-defined]
+        received, pauses = b"", 75
+        with socket.socket(fileno=os.dup(client.get_extra_info("socket").fileno())) as connection:
+            while b"[DONE]" not in received[-100:]:
+                part = await asyncio.get_running_loop().sock_recv(connection, 2048)
+                assert part, received[-300:]
+                received += part
+                if pauses:
+                    pauses -= 1
+                    await asyncio.sleep(0.04)
+        assert not server.engine.aborted
 
 
 BAD_HEADS = {
@@ -210,20 +168,16 @@ BAD_HEADS = {
 }
 
 
-def test_heads_that_two_servers_could_read_differently() -> None:
+async def test_heads_that_two_servers_could_read_differently() -> None:
     """The end of a request, and whom it is for, are never guessed."""
-
-    async def go() -> None:
-        async with serving() as server:
-            for name, (data, message) in BAD_HEADS.items():
-                answer = await (await server.connect(data)).rest()
-                assert b" 400 " in answer, name
-                error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-                assert error["type"] == "invalid_request_error"
-                assert message in error["message"], name
-            assert not server.engine.requests
-
-    run(go)
+    async with serving() as server:
+        for name, (data, message) in BAD_HEADS.items():
+            answer = await (await server.connect(data)).rest()
+            assert b" 400 " in answer, name
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert error["type"] == "invalid_request_error"
+            assert message in error["message"], name
+        assert not server.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -238,35 +192,26 @@ def test_heads_that_two_servers_could_read_differently() -> None:
         b"xn--bcher-kva.ch",
     ],
 )
-def test_hosts_that_are_hosts(host: bytes) -> None:
-    async def go() -> None:
-        async with serving() as server:
-            client = await server.connect(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
-            assert b" 200 " in await client.answer()
-
-    run(go)
+async def test_hosts_that_are_hosts(host: bytes) -> None:
+    async with serving() as server:
+        client = await server.connect(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+        assert b" 200 " in await client.answer()
 
 
-def test_http_1_0_needs_no_host() -> None:
-    async def go() -> None:
-        async with serving() as server:
-            assert b" 200 " in await (await server.connect(b"GET /health HTTP/1.0\r\n\r\n")).rest()
-
-    run(go)
+async def test_http_1_0_needs_no_host() -> None:
+    async with serving() as server:
+        assert b" 200 " in await (await server.connect(b"GET /health HTTP/1.0\r\n\r\n")).rest()
 
 
-def test_head_is_get_without_the_body() -> None:
-    async def go() -> None:
-        async with serving() as server:
-            for path in (b"/health", b"/ping", b"/metrics", b"/version", b"/v1/models", b"/v1/models/tiny", b"/v1/plan",
-                         b"/docs", b"/openapi.json"):  # fmt: skip
-                asked = b"GET " + path + b" HTTP/1.0\r\n\r\n"
-                whole = await (await server.connect(asked)).rest()
-                head = await (await server.connect(asked.replace(b"GET", b"HEAD"))).rest()
-                assert whole.startswith(b"HTTP/1.1 200 "), path
-                assert head == whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", path
-            refused = await (await server.connect(b"HEAD /v1/completions HTTP/1.0\r\n\r\n")).rest()
-            assert b" 405 " in refused
-            assert refused.endswith(b"\r\n\r\n")
-
-    run(go)
+async def test_head_is_get_without_the_body() -> None:
+    async with serving() as server:
+        for path in (b"/health", b"/ping", b"/metrics", b"/version", b"/v1/models", b"/v1/models/tiny", b"/v1/plan",
+                     b"/docs", b"/openapi.json"):  # fmt: skip
+            asked = b"GET " + path + b" HTTP/1.0\r\n\r\n"
+            whole = await (await server.connect(asked)).rest()
+            head = await (await server.connect(asked.replace(b"GET", b"HEAD"))).rest()
+            assert whole.startswith(b"HTTP/1.1 200 "), path
+            assert head == whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n", path
+        refused = await (await server.connect(b"HEAD /v1/completions HTTP/1.0\r\n\r\n")).rest()
+        assert b" 405 " in refused
+        assert refused.endswith(b"\r\n\r\n")

@@ -16,38 +16,32 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.server import http_server
 from headrace.server.http_server import OWN_DESCRIPTORS, RESERVE, connection_bound
-from tests.server.live import KEY, Live
+from tests.server.live import Live
 from tests.server.raw_http import HEALTH, MODELS, error_code, request, run, serving, until
 from tests.speed import PATIENCE
 
 
-def test_beyond_the_bound_health_and_metrics_are_answered() -> None:
-    async def go() -> None:
-        async with serving(max_connections=20) as server:
-            await server.fill(20, b"GET /he")
-            assert b" 200 " in await (await server.connect(HEALTH)).rest(), "answered and closed"
-            answer = await (await server.connect(HEALTH.replace(b"health", b"metrics"))).rest()
-            assert b"vllm:num_requests_running" in answer
-            refused = await (await server.connect(MODELS)).rest()
-            assert error_code(refused) == (b"503", "too_many_connections")
-            assert b"retry-after: 1\r\n" in refused
-            assert b"connection: close\r\n" in refused
-
-    run(go)
+async def test_beyond_the_bound_health_and_metrics_are_answered() -> None:
+    async with serving(max_connections=20) as server:
+        await server.fill(20, b"GET /he")
+        assert b" 200 " in await (await server.connect(HEALTH)).rest(), "answered and closed"
+        answer = await (await server.connect(HEALTH.replace(b"health", b"metrics"))).rest()
+        assert b"vllm:num_requests_running" in answer
+        refused = await (await server.connect(MODELS)).rest()
+        assert error_code(refused) == (b"503", "too_many_connections")
+        assert b"retry-after: 1\r\n" in refused
+        assert b"connection: close\r\n" in refused
 
 
-def test_the_oldest_silent_connection_makes_room_in_the_reserve() -> None:
-    async def go() -> None:
-        async with serving(max_connections=20) as server:
-            await server.fill(20)
-            oldest, *others = await server.fill(RESERVE)
-            assert server.server.num_connections == 20 + RESERVE
-            for _ in range(3):
-                assert b" 200 " in await (await server.connect(HEALTH)).rest()
-            assert await oldest.rest() == b""
-            assert not others[-1].reader.at_eof()
-
-    run(go)
+async def test_the_oldest_silent_connection_makes_room_in_the_reserve() -> None:
+    async with serving(max_connections=20) as server:
+        await server.fill(20)
+        oldest, *others = await server.fill(RESERVE)
+        assert server.server.num_connections == 20 + RESERVE
+        for _ in range(3):
+            assert b" 200 " in await (await server.connect(HEALTH)).rest()
+        assert await oldest.rest() == b""
+        assert not others[-1].reader.at_eof()
 
 
 def test_hundreds_of_silent_connections_leave_health_within_reach() -> None:
@@ -72,31 +66,25 @@ def test_hundreds_of_silent_connections_leave_health_within_reach() -> None:
     run(go)
 
 
-def test_a_place_that_becomes_free_is_for_who_waits_in_the_reserve() -> None:
-    async def go() -> None:
-        async with serving(max_connections=2) as server:
-            first, _ = await server.fill(2)
-            (waiting,) = await server.fill(1)
-            first.writer.close()
-            await until(lambda: server.server.num_connections == 2)
-            waiting.say(MODELS)
-            assert b" 200 " in await waiting.answer()
-            waiting.say(MODELS)
-            assert b" 200 " in await waiting.answer(), "and it stays open"
-
-    run(go)
+async def test_a_place_that_becomes_free_is_for_who_waits_in_the_reserve() -> None:
+    async with serving(max_connections=2) as server:
+        first, _ = await server.fill(2)
+        (waiting,) = await server.fill(1)
+        first.writer.close()
+        await until(lambda: server.server.num_connections == 2)
+        waiting.say(MODELS)
+        assert b" 200 " in await waiting.answer()
+        waiting.say(MODELS)
+        assert b" 200 " in await waiting.answer(), "and it stays open"
 
 
-def test_running_requests_do_not_notice_a_flood() -> None:
-    async def go() -> None:
-        async with serving(max_connections=4, header_timeout=0.2) as server:
-            server.engine.delay = 0.05
-            client = await server.connect(request(max_tokens=20))
-            await until(lambda: bool(server.engine.active))
-            await server.fill(60, b"POST /")
-            assert b" 200 " in await client.answer()
-
-    run(go)
+async def test_running_requests_do_not_notice_a_flood() -> None:
+    async with serving(max_connections=4, header_timeout=0.2) as server:
+        server.engine.delay = 0.05
+        client = await server.connect(request(max_tokens=20))
+        await until(lambda: bool(server.engine.active))
+        await server.fill(60, b"POST /")
+        assert b" 200 " in await client.answer()
 
 
 def lowered(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -140,8 +128,7 @@ def test_a_bound_that_does_not_fit_is_refused(
 def test_without_descriptors_the_server_waits_for_them(tmp_path: Path) -> None:
     """A real process whose limit falls below what it has open: it neither dies nor spins, and those who wait are served
     once there are descriptors again."""
-    live = Live(tmp_path)
-    try:
+    with Live(tmp_path) as live:
         process = psutil.Process(live.process.pid)
         before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, before[1]))  # 0, 1 and 2 are open
@@ -156,8 +143,6 @@ def test_without_descriptors_the_server_waits_for_them(tmp_path: Path) -> None:
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
             waiting.settimeout(PATIENCE)
             assert b" 200 " in waiting.recv(100)
-        metrics = httpx.get(f"{live.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+        metrics = httpx.get(f"{live.url}/metrics", headers=live.headers).text
         assert "headrace:http_connections{" in metrics
         assert live.stop() == 0
-    finally:
-        live.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -139,10 +137,6 @@ def test_the_plan_tells_memory_as_predicted_and_as_reported() -> None:
     assert told["kv_cache"] == 1000 * 2**21
 
 
-def test_the_plan_is_behind_the_key() -> None:
-    error_of(send(make_app(api_key=["k"]), "GET", "/v1/plan"), 401)
-
-
 def test_openapi_describes_every_route_and_shape() -> None:
     schema = send(make_app(), "GET", "/openapi.json").json()
     body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -166,11 +160,3 @@ def test_docs_need_no_internet() -> None:
     assert "http://" not in page
     assert "https://" not in page
     assert "<script" not in page
-
-
-def test_server_loads_no_torch() -> None:
-    code = (
-        "import sys, headrace.server.run; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

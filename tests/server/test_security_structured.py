@@ -20,7 +20,7 @@ import pytest
 
 from tests.scripted.engine import Scripted, scripted_servers
 from tests.scripted.families import FAMILIES, Call, Said
-from tests.server.hostile import GRAMMARS, REGEXES, deep, laughs
+from tests.server.hostile import GRAMMARS, REGEXES, laughs
 from tests.speed import PATIENCE, slowness
 
 SECONDS = 3.0
@@ -176,18 +176,6 @@ def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", ON_DISK, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[]"
-
-
-SANDBOX: list[dict[str, Any]] = [
-    {"__class__": 1}, {"self": 1}, {"chat_template": "{{ 1 }}"}, {"_x": 1}, {"messages": []}, {"tools": []},
-    {"a.b": 1}, {"": 1}, {"a b": 1}, deep(100, "a"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kwargs", SANDBOX, ids=lambda kwargs: str(kwargs)[:24])
-def test_template_kwargs_do_not_reach_into_the_sandbox(scripted: Scripted, kwargs: dict[str, Any]) -> None:
-    """CVE-2025-61620, CVE-2024-56201: kwargs that are the template, or replace what it is run with."""
-    assert "chat_template_kwargs" in refusal(chat(scripted, chat_template_kwargs=kwargs))
 
 
 @pytest.mark.parametrize("text", ["{{ 7 * 7 }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ ''.__class__ }}"])

@@ -1,4 +1,4 @@
-"""The real thing for tests: `headrace serve` as a process of its own, watched from outside."""
+"""Servers as processes of their own, watched from outside: `headrace serve`, or another command that serves."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
 
 from tests.speed import PATIENCE
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo_model"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "headrace" / "demo_model"
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 """Seconds of work."""
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-def headrace(*arguments: str, read_until: str = "", **popen: Any) -> subprocess.Popen[str]:
-    """The command, as a process group of its own with one thread of torch a rank. `read_until`: at such a line whoever
-    reads its output goes away."""
-    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
-    if read_until:
-        command = ["bash", "-c", f"exec > >(sed -u '/{read_until}/q') 2>&1; exec \"$@\"", "bash", *command]
+def started(command: list[str], **popen: Any) -> subprocess.Popen[str]:
+    """A process group of its own, with one thread of torch a rank."""
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -45,6 +42,14 @@ def headrace(*arguments: str, read_until: str = "", **popen: Any) -> subprocess.
     )
 
 
+def headrace(*arguments: str, read_until: str = "", **popen: Any) -> subprocess.Popen[str]:
+    """The command. `read_until`: at such a line whoever reads its output goes away."""
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    if read_until:
+        command = ["bash", "-c", f"exec > >(sed -u '/{read_until}/q') 2>&1; exec \"$@\"", "bash", *command]
+    return started(command, **popen)
+
+
 def _command_line(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
@@ -52,14 +57,12 @@ def _command_line(process: psutil.Process) -> str:
         return ""
 
 
-class Serve:
-    """`headrace serve ARGUMENTS --port 0`. `lines` is what it has printed so far."""
+class Served:
+    """A server process that prints its address. `lines` is what it has printed so far."""
 
-    def __init__(self, *arguments: str, key: str = "", wait: bool = True, read_until: str = "") -> None:
-        if key:
-            arguments = (*arguments, "--api-key", key)
+    def __init__(self, process: subprocess.Popen[str], key: str = "", wait: bool = True) -> None:
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.process = headrace("serve", *(arguments or ("demo",)), "--port", "0", read_until=read_until)
+        self.process = process
         self.lines: list[str] = []
         self.url = ""
         self._new: queue.Queue[str] = queue.Queue()
@@ -68,7 +71,7 @@ class Serve:
         if wait:
             self.url = self.wait_for(" on http://").split(" on ")[1].split()[0]
 
-    def __enter__(self) -> Serve:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -112,6 +115,10 @@ class Serve:
     def ranks(self) -> list[psutil.Process]:
         return self.children("headrace.executor.rank")
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", timeout=PATIENCE, **{"json": body, "headers": self.headers, **options})
 
@@ -150,6 +157,14 @@ class Serve:
         return code
 
 
+class Serve(Served):
+    """`headrace serve ARGUMENTS --port 0`."""
+
+    def __init__(self, *arguments: str, key: str = "", wait: bool = True, read_until: str = "") -> None:
+        arguments = (*(arguments or ("demo",)), "--port", "0", *(("--api-key", key) if key else ()))
+        super().__init__(headrace("serve", *arguments, read_until=read_until), key, wait)
+
+
 def metrics(text: str, names: tuple[str, ...]) -> dict[str, float]:
     found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
     assert len(found) == len(names), text
@@ -174,17 +189,18 @@ def _ended(process: psutil.Process) -> bool:
 class Reader:
     """Reads one stream in a thread."""
 
-    def __init__(self, server: Serve, **fields: Any) -> None:
+    def __init__(self, server: Served, **fields: Any) -> None:
         self.started = threading.Event()
         self.lines: list[str] = []
         self.status = 0
-        self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, "stream": True, **fields}))
+        self.thread = threading.Thread(target=self._read, args=(server, {**LONG, "stream": True, **fields}))
         self.thread.start()
         assert self.started.wait(PATIENCE)
 
-    def _read(self, url: str, body: dict[str, Any]) -> None:
+    def _read(self, server: Served, body: dict[str, Any]) -> None:
+        url = f"{server.url}/v1/completions"
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            with httpx.stream("POST", url, json=body, headers=server.headers, timeout=PATIENCE) as answer:
                 self.status = answer.status_code
                 for line in answer.iter_lines():
                     if line:
