@@ -19,6 +19,9 @@ from headrace.errors import ModelNotFoundError, UnsupportedModelError, UserError
 
 MOST = 2**31 - 1
 """The largest size: what a 32-bit index reaches, so that products of a few sizes stay finite"""
+TIED = "tie_word_embeddings"
+OTHER_PARTS = ("text_config", "vision_config", "audio_config", "vision_tower", "visual")
+"""Fields of which a model of more than text has at least one"""
 LARGEST = sys.float_info.max
 MOST_LAYERS = 10_000
 """Bounds the loops over layers, which a wild number must not reach"""
@@ -136,7 +139,10 @@ def text_part(fields: Fields) -> Fields:
     if not inner:
         return fields
     outer = {name: value for name, value in fields.values.items() if name != "text_config"}
-    return replace(fields, values={**outer, **inner, "architectures": outer.get("architectures")})
+    own: dict[str, Any] = {"architectures": outer.get("architectures")}
+    if True in (outer.get(TIED), inner.get(TIED)):  # tools write it in either place
+        own[TIED] = True
+    return replace(fields, values={**outer, **inner, **own})
 
 
 def num_layers(fields: Fields) -> int:
@@ -220,6 +226,10 @@ class ModelConfig:
     """None also where it lies outside the vocabulary"""
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = None
+    more_than_text: bool = False
+    """The model has other parts, such as an image encoder, which text does not use"""
+    draft_layers: int = 0
+    """layers behind the others that a checkpoint may hold to draft further tokens"""
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """generation_config.json as it is"""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -248,6 +258,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the config from the contents of config.json and generation_config.json, whose eos ids are added."""
         generation = generation or {}
+        more_than_text = any(name in raw for name in OTHER_PARTS)
         raw = {**defaults, **text_part(Fields(raw, "config.json")).values}
         architectures = Fields(raw, "config.json").texts("architectures")
         if not architectures:
@@ -273,6 +284,8 @@ class ModelConfig:
             bos_token_id=next((i for i in fields.token_ids("bos_token_id") if 0 <= i < vocab_size), None),
             eos_token_ids=tuple(dict.fromkeys(eos)),
             quantization=quantization_of(fields) or None,
+            more_than_text=more_than_text,
+            draft_layers=fields.integer("num_nextn_predict_layers", 0, 0),
             generation=generation,
             raw=raw,
         )

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.layers.stacked import InOne
-from headrace.model_config import read_object
+from headrace.model_config import ModelConfig, read_object
 
 TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -27,6 +28,10 @@ TYPES = {
 """safetensors' types by their names in it"""
 HEADER_LENGTH_BYTES = 8
 """At the start of a file, little-endian"""
+TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+"""how names begin in models of more than text -> in models of text alone"""
+_OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
+_OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _OF_ALL_EXPERTS = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj)(?:[._](\w+))?")
 _OF_WEIGHTS = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "packed", "shape", "g_idx")
 """tensors of a linear whose names begin with `weight_` where each expert has tensors of its own"""
@@ -113,6 +118,25 @@ def total_bytes(files: list[Path]) -> int:
             raise CheckpointError(f"{file} is no file")
         total += status.st_size
     return total
+
+
+def text_tensors(tensors: list[StoredTensor], config: ModelConfig) -> tuple[list[StoredTensor], Counter[str]]:
+    """Return the tensors of a model's text part, under the names that they have in a model of text alone, and how many
+    others there are of each kind that text does not use."""
+    kept, others = [], Counter[str]()
+    last = config.num_layers + config.draft_layers
+    for one in tensors:
+        name = one.name
+        if config.more_than_text:
+            name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
+        layer = _OF_LAYER.match(name)
+        if config.more_than_text and not _OF_TEXT.match(name):
+            others["of other parts than text"] += 1
+        elif layer is not None and config.num_layers <= int(layer[1]) < last:
+            others["of layers that draft further tokens"] += 1
+        else:
+            kept.append(one if name == one.name else replace(one, name=name, within=one.name))
+    return kept, others
 
 
 def of_all_experts(name: str) -> tuple[str, str]:

@@ -20,7 +20,9 @@ from headrace.models.descriptions import (
     layer_types,
     llama,
     rms_norm,
+    upper_window,
 )
+from headrace.models.encoders import qwen3_vision
 from headrace.models.ropes import read_rope
 
 USUAL = Norms()
@@ -305,6 +307,12 @@ def ministral_window(c: Fields) -> list[int | None]:
 
 
 # ---- text parts of folders with more than text
+
+
+def qwen3_vl(c: Fields) -> Described:
+    """Describe Qwen3-VL: Qwen3 behind a vision encoder."""
+    text = llama(c, upper_window, mlp_bias=False, qk_norm="head", theta=500000.0)
+    return replace(text, vision_weights=encoder(c, qwen3_vision))
 
 
 def text_part_of(families: Mapping[str, Describe], vision: Callable[[Fields, int], int] | None = None) -> Describe:

@@ -54,10 +54,16 @@ def attention(c: Fields, window: int | None = None, **changes: Any) -> Attention
     heads = c.integer("num_attention_heads")
     kv_heads = c.integer("num_key_value_heads", heads)
     if "rope" not in changes:
-        changes["rope"] = read_rope(c)
-        if changes["rope"].share != 1.0:
-            raise c.refusal("partial_rotary_factor", "1.0")
+        changes["rope"] = whole_rope(c)
     return Attention(c.integer("hidden_size"), heads, kv_heads, head_dim(c), window, **changes)
+
+
+def whole_rope(c: Fields, theta: float = 10000.0) -> Rope:
+    """Return the rope of families that rotate whole heads; `theta`: that of files without one."""
+    rope = read_rope(c, theta=theta)
+    if rope.share != 1.0:
+        raise c.refusal("partial_rotary_factor", "1.0")
+    return rope
 
 
 def rms_norm(c: Fields, default: float = 1e-6, plus_one: bool = False) -> Norm:
@@ -199,6 +205,7 @@ def llama(
     mlp_bias: bool | None = None,
     o_bias_field: str = "attention_bias",
     qk_norm: Literal["none", "head", "wide"] = "none",
+    theta: float = 10000.0,
     feed_forwards: FeedForwards = all_dense,
 ) -> Described:
     """Describe Llama, and with other windows, biases, norms and feed-forwards Mistral, Mixtral, Qwen 2 and Qwen 3.
@@ -210,10 +217,10 @@ def llama(
     def biased(quirk: bool | None, name: str) -> bool:
         return c.flag(name) if quirk is None else quirk
 
-    norm = rms_norm(c)
+    norm, rope = rms_norm(c), whole_rope(c, theta)
     biases = {"qkv_bias": biased(qkv_bias, "attention_bias"), "o_bias": biased(o_bias, o_bias_field)}
     mixers = [
-        attention(c, window, qk_norm=qk_norm, norm=norm, temperature=read_temperature(c), **biases)
+        attention(c, window, rope=rope, qk_norm=qk_norm, norm=norm, temperature=read_temperature(c), **biases)
         for window in windows(c)
     ]
     blocks = feed_forwards(c, biased(mlp_bias, "mlp_bias"))

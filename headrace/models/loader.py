@@ -38,6 +38,7 @@ from headrace.models.checkpoint import (
     checkpoint_files,
     linear_of,
     stored_tensors,
+    text_tensors,
     total_bytes,
     unstacked,
 )
@@ -88,7 +89,7 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        headers = functools.cache(stored_tensors)
+        headers, others = _text_headers(config)
         tensors_of = _headers(layers, headers)
         if load_format != "dummy":
             _read_as_stored(folder, layers, headers)
@@ -103,6 +104,7 @@ def load_model(
             slots = slots_of(layers, context.device)
             fill_from_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
             model.notes += _leave_scales_of_other_caches(config, layers)
+            model.notes += [f"Skipped: {count} tensors {of}." for of, count in others.items()]
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
@@ -114,6 +116,19 @@ def load_model(
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
     return model
+
+
+def _text_headers(config: ModelConfig) -> tuple[Headers, Counter[str]]:
+    """Return what gives the tensors of a file's header that are of text, and a count of others, which it fills."""
+    others: Counter[str] = Counter()
+
+    @functools.cache
+    def read(file: Path) -> list[StoredTensor]:
+        kept, found = text_tensors(stored_tensors(file), config)
+        others.update(found)
+        return kept
+
+    return read, others
 
 
 def _headers(layers: list[tuple[str, Layer]], headers: Headers) -> Headers:

@@ -14,12 +14,13 @@ from typing import Any
 from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
 from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.model_config import Fields, ModelConfig, read_object
+from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
 from headrace.models import dense_families as families
 from headrace.models import descriptions
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
+from headrace.models.refusals import REFUSED, nearest
 from headrace.quantization.table import resolve_format
 
 
@@ -70,8 +71,8 @@ OF_MODEL = (
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
 """Module and class of the families shaped like Llama"""
-PLAIN_BIASES = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
-QWEN2_BIASES = {**PLAIN_BIASES, "qkv_bias": True}
+PLAIN_BIASES: dict[str, Any] = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+QWEN2_BIASES: dict[str, Any] = {**PLAIN_BIASES, "qkv_bias": True}
 KV_HEADS, PER_TOKEN, WIDTH = "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"
 """Fields that several families need"""
 
@@ -81,6 +82,14 @@ def _llama(architecture: str, *needs: str, **quirks: Any) -> ModelEntry:
     return ModelEntry(architecture, partial(descriptions.llama, **quirks), *LLAMA, needs)
 
 
+MISTRAL: Describe = partial(descriptions.llama, windows=descriptions.same_window, **PLAIN_BIASES)
+MISTRALS: dict[str, Describe] = {
+    "mistral": MISTRAL,
+    "ministral3": partial(descriptions.llama, windows=descriptions.raw_window, **PLAIN_BIASES),
+}
+QWEN2: Describe = partial(descriptions.llama, windows=descriptions.upper_window, **QWEN2_BIASES)
+QWEN3: Describe = partial(descriptions.llama, windows=descriptions.upper_window, mlp_bias=False, qk_norm="head")
+INTERNVL: dict[str, Describe] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": descriptions.llama, **MISTRALS}
 TIED = {"tie_word_embeddings": True}
 HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
 ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias", o_bias=True)
@@ -89,11 +98,9 @@ GEMMA3_VISION = families.text_part_of({"gemma3_text": families.gemma3}, gemma3_v
 
 MODELS = (
     _llama("LlamaForCausalLM"),
-    _llama("MistralForCausalLM", KV_HEADS, windows=descriptions.same_window, **PLAIN_BIASES),
-    _llama("Qwen2ForCausalLM", KV_HEADS, windows=descriptions.upper_window, **QWEN2_BIASES),
-    _llama(
-        "Qwen3ForCausalLM", KV_HEADS, "head_dim", windows=descriptions.upper_window, mlp_bias=False, qk_norm="head"
-    ),
+    ModelEntry("MistralForCausalLM", MISTRAL, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen2ForCausalLM", QWEN2, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen3ForCausalLM", QWEN3, *LLAMA, (KV_HEADS, "head_dim")),
     _llama(
         "MixtralForCausalLM", KV_HEADS, "num_local_experts", PER_TOKEN, windows=descriptions.raw_window,
         feed_forwards=descriptions.mixtral_experts, **PLAIN_BIASES,
@@ -113,7 +120,12 @@ MODELS = (
     ModelEntry("GemmaForCausalLM", families.gemma, *LLAMA, defaults=families.GEMMA1),
     ModelEntry("Gemma2ForCausalLM", families.gemma2, *LLAMA, defaults=families.GEMMA_DEFAULTS),
     ModelEntry("Gemma3ForCausalLM", families.gemma3, *LLAMA, defaults=families.GEMMA3),
-    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, defaults=families.GEMMA3),
+    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=families.GEMMA3),
+    ModelEntry("Mistral3ForConditionalGeneration", families.text_part_of(MISTRALS), *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen2VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen2_5_VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen3VLForConditionalGeneration", families.qwen3_vl, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("InternVLForConditionalGeneration", families.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
     ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
     ModelEntry("Cohere2ForCausalLM", families.cohere2, *LLAMA, defaults=TIED),
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
@@ -124,7 +136,7 @@ MODELS = (
     ModelEntry("Olmo2ForCausalLM", families.olmo2, *LLAMA),
     ModelEntry("Olmo3ForCausalLM", families.olmo3, *LLAMA),
     _llama("MinistralForCausalLM", KV_HEADS, windows=families.ministral_window, **PLAIN_BIASES),
-    _llama("Ministral3ForCausalLM", KV_HEADS, windows=descriptions.raw_window, **PLAIN_BIASES),
+    ModelEntry("Ministral3ForCausalLM", MISTRALS["ministral3"], *LLAMA, (KV_HEADS,)),
     ModelEntry("SmolLM3ForCausalLM", families.smollm3, *LLAMA, (KV_HEADS,), TIED),
     ModelEntry("Exaone4ForCausalLM", families.exaone4, *LLAMA, (KV_HEADS,)),
     ModelEntry("StableLmForCausalLM", families.stablelm, *LLAMA, (KV_HEADS,)),
@@ -147,8 +159,6 @@ DESCRIBED = {entry.architecture: entry for entry in MODELS}
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
 PLUGINS = "headrace.models"
 """Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
-VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
-"""Fields of config.json of which a vision-language model has at least one"""
 
 
 def find_entry(architecture: str) -> ModelEntry | None:
@@ -189,13 +199,14 @@ def read_served_config(folder: Path) -> ModelConfig:
 
 def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:
     kind = ""
-    if any(name in raw for name in VISION_FIELDS):
+    if "vision_config" in raw:
         kind = "a vision-language model, which is "
-    elif "text_config" in raw:
+    elif any(name in raw for name in OTHER_PARTS):
         kind = "a model of more than text, which is "
-    planned = " (`headrace plan` can plan it)" if find_entry(architecture) else ""
+    known = find_entry(architecture) is not None
+    why = " (`headrace plan` can plan it)" if known else REFUSED.get(architecture, "") or nearest(raw, SERVED)
     return UnsupportedModelError(
-        f"architecture {architecture!r:.80} is {kind}not served yet{planned}; served: {', '.join(SERVED)}"
+        f"architecture {architecture!r:.80} is {kind}not served yet{why}; served: {', '.join(SERVED)}"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from driver import make_context
-from tiny_configs import BASE, CASES, VARIANTS
+from tiny_configs import BASE, CASES, VARIANTS, tiny_config
 
 from headrace.errors import UnsupportedModelError
 from headrace.layers.layer import Layer
@@ -39,8 +39,7 @@ def test_a_served_family_is_described_tensor_by_tensor(architecture: str, varian
 
 def tiny(architecture: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
-    config_class = getattr(transformers, architecture).config_class
-    return {**config_class(**{**BASE, **changes}).to_dict(), "architectures": [architecture]}
+    return {**tiny_config(architecture, changes).to_dict(), "architectures": [architecture]}
 
 
 LATENT = {

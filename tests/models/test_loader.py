@@ -70,6 +70,39 @@ def test_names_without_prefix_and_superfluous_tensors_are_read(folder: Path) -> 
     torch.testing.assert_close(logits(folder), expected)
 
 
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_model_of_more_is_read_under_either_name(front: str, folder: Path) -> None:
+    """What text does not use is skipped and counted, layers that draft further tokens too."""
+    expected, tensors = logits(folder), load_file(folder / "model.safetensors")
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    moved = {front + name.removeprefix("model."): tensor for name, tensor in own.items()}
+    head = "language_model.lm_head.weight" if front.startswith("language") else "lm_head.weight"
+    moved |= {head: tensors["lm_head.weight"], "vision_tower.a.weight": torch.zeros(3), "visual.b": torch.zeros(2)}
+    moved[f"{front}layers.2.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(moved, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": config.pop("architectures"), "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": {**config, "num_nextn_predict_layers": 1}}))
+    driver = Driver(folder)
+    driver.start(1)
+    assert torch.equal(driver.step(PROMPT), expected)
+    skipped = [note for note in driver.model.notes if note.startswith("Skipped")]
+    assert sorted(skipped) == [
+        "Skipped: 1 tensors of layers that draft further tokens.",
+        "Skipped: 2 tensors of other parts than text.",
+    ]
+
+
+def test_linears_that_a_checkpoint_holds_as_one_are_split(folder: Path) -> None:
+    expected, tensors = logits(folder), load_file(folder / "model.safetensors")
+    for layer in ("model.layers.0", "model.layers.1"):
+        for block, whole, parts in (("self_attn", "qkv_proj", "qkv"), ("mlp", "gate_up_proj", ("gate", "up"))):
+            names = [f"{layer}.{block}.{part}_proj.weight" for part in parts]
+            tensors[f"{layer}.{block}.{whole}.weight"] = torch.cat([tensors.pop(name) for name in names])
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+
+
 def test_tied_head_in_the_checkpoint_is_ignored(tmp_path: Path) -> None:
     save_tiny_model("LlamaForCausalLM", "mha-tied", tmp_path)
     expected = logits(tmp_path)

@@ -91,7 +91,7 @@ def test_loads_no_torch() -> None:
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 TEXT = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
 LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, "vision_config": {"hidden_size": 32}}
-QWEN2_VL = {"architectures": ["Qwen2VLForConditionalGeneration"], **TEXT, "vision_config": {"depth": 32}}
+IDEFICS = {"architectures": ["IdeficsForVisionText2Text"], **TEXT, "vision_config": {"depth": 32}}
 SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TEXT, "audio_config": {}}
 
 
@@ -100,10 +100,7 @@ SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TE
     [
         (GPT2, "architecture 'GPT2LMHeadModel' is not served yet"),
         (LLAVA, "architecture 'LlavaForConditionalGeneration' is a vision-language model, which is not served yet"),
-        (
-            QWEN2_VL,
-            "architecture 'Qwen2VLForConditionalGeneration' is a vision-language model, which is not served yet",
-        ),
+        (IDEFICS, "architecture 'IdeficsForVisionText2Text' is a vision-language model, which is not served yet"),
         (SPEECH, "architecture 'SpeechForConditionalGeneration' is a model of more than text, which is not served yet"),
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
@@ -117,6 +114,15 @@ def test_a_folder_of_another_family_is_refused_by_its_architecture(
         LLM(str(tmp_path))
     assert str(caught.value).startswith(said)
     assert "; served: LlamaForCausalLM, MistralForCausalLM" in str(caught.value)
+
+
+def test_a_refusal_names_the_nearest_family_and_what_it_does_not_know() -> None:
+    like_qwen = {**QWEN3_30B_A3B, "architectures": ["Qwen9MoeForCausalLM"], "expert_gate": "swish", "twists": 3}
+    said = "nearest is Qwen3MoeForCausalLM, which knows nothing of `expert_gate`, `twists`; served"
+    with pytest.raises(UnsupportedModelError, match=said):
+        resolve(ModelConfig.from_dict(like_qwen))
+    with pytest.raises(UnsupportedModelError, match="'FalconH1ForCausalLM' is not served yet: it has Mamba-2 layers"):
+        resolve(config(architectures=["FalconH1ForCausalLM"]))
 
 
 def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
@@ -269,7 +275,7 @@ def test_an_installed_package_may_bring_a_family(tmp_path: Path, monkeypatch: py
     assert resolve(config(architectures=["Brought"])).architecture == "Brought"
     with pytest.raises(UnsupportedModelError, match=r"'Lost': nowhere:ENTRY .* cannot be loaded: No module named"):
         resolve(config(architectures=["Lost"]))
-    with pytest.raises(UnsupportedModelError, match="'Unknown' is not served yet; served"):
+    with pytest.raises(UnsupportedModelError, match=r"'Unknown' is not served yet; nearest is .*; served"):
         resolve(config(architectures=["Unknown"]))
 
 

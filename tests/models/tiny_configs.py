@@ -55,6 +55,17 @@ HARD_YARN = {**YARN_ROPE, "rope_theta": 1500.0, "factor": 32.0, "beta_fast": 32.
 
 ODD = {"vocab_size": 101, "num_hidden_layers": 3, "intermediate_size": 72}
 """sizes that are no multiples of what kernels like"""
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "mrope_section": [2, 3, 3]}}
+"""three positions, which are the same for text"""
 OLMO3_ROPE = {
     "full_attention": {**YARN_ROPE, "attention_factor": 1.2},
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
@@ -217,17 +228,67 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "StableLmForCausalLM": {"biased": ODD | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}},
     "SeedOssForCausalLM": {"biased": ODD | {"head_dim": 24, "pad_token_id": 0}},
     "HeliumForCausalLM": {"interleaved": ODD | {"head_dim": 16, "pad_token_id": 0}},
+    "Gemma3ForConditionalGeneration": {
+        "text": ODD
+        | {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 9, "sliding_window_pattern": 2}
+        | {"vision_config": SIGLIP, "outer": {"mm_tokens_per_image": 4}},
+    },
+    "Mistral3ForConditionalGeneration": {
+        "text": ODD
+        | {"model_type": "mistral", "sliding_window": None, "head_dim": 24}
+        | {"vision_config": {**VISION, "model_type": "pixtral"}, "outer": {"tie_word_embeddings": False}},
+        "ministral3": ODD
+        | {
+            "model_type": "ministral3",
+            "head_dim": 24,
+            "rope_parameters": {**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
+    },
+    "Qwen2VLForConditionalGeneration": {
+        "text": ODD | MROPE | {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}},
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text": ODD
+        | MROPE
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}},
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "text": ODD
+        | {"head_dim": 16, "rope_parameters": {**MROPE["rope_parameters"], "mrope_interleaved": True}}
+        | {
+            "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}
+            | {"intermediate_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+        },
+    },
+    "InternVLForConditionalGeneration": {
+        "qwen2": ODD
+        | {"model_type": "qwen2"}
+        | {"vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
+    },
     "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
 }
 
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
 
 
+def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.PretrainedConfig:
+    """transformers' config of a model like BASE but for `changes`; with a `vision_config`, that of a model of more than
+    text, whose further fields are those of `outer`."""
+    config_class, fields = getattr(transformers, architecture).config_class, {**BASE, **changes}
+    if "vision_config" not in fields:
+        return config_class(**fields, architectures=[architecture])
+    vision, outer = fields.pop("vision_config"), fields.pop("outer", {})
+    tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    return config_class(text_config=fields, vision_config=vision, architectures=[architecture], **{**tied, **outer})
+
+
 def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.Module:
     """Random weights on disk, every parameter far from its usual start (norms off one, biases off zero), so that none
     can be dropped or swapped unseen. Returns transformers' own float32 model."""
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**BASE | VARIANTS[architecture][variant], architectures=[architecture])
+    config = tiny_config(architecture, VARIANTS[architecture][variant])
     torch.manual_seed(7)
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(len(variant))
