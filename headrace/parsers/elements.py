@@ -1,163 +1,45 @@
-"""Reads calls whose arguments are elements named like the parameters, as MiniMax-M3 writes them."""
+"""Makes JSON of a value that is written as elements, as MiniMax-M3 does: MARK<city>Rome MARK</city>, MARK<zip>7..."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from headrace.parsers.calls import Calls
-from headrace.parsers.events import Arguments, Steps
-from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
-from headrace.parsers.scalars import json_escaped, json_string
-from headrace.parsers.tagged import name_attribute
-from headrace.parsers.tools import FunctionTool
-from headrace.parsers.typed_values import STRING, ValueSchema, json_of, parameters_of
+from headrace.parsers.scalars import json_string
+from headrace.parsers.typed_values import ValueSchema, json_of
 
 MAX_DEPTH = 64
 """Elements within elements; what is deeper is text."""
-_LESS, _TAG_END = Markers("<"), Markers(">", "<")
+_TAG = re.compile(r"\s*<([^<>]{1,256})>")
 _ITEM, _TEXT = "item", "$text"
 
 
-class Tag(NamedTuple):
-    """Holds what follows a mark."""
+def element_json(mark: str, text: str, schema: ValueSchema) -> str:
+    """Return the JSON of a value: of its text, or of the elements in it, each of whose tags stands behind the mark.
 
-    inside: str
-    """What stands between < and >; "" if there is no tag."""
-    text: str
-    """All that was read, as it was written."""
-
-
-@dataclass(frozen=True)
-class ElementCalls:
-    """Describes calls of the form MARK<invoke name="NAME">MARK<KEY>value MARK</KEY>MARK</invoke>, in a section.
-
-    Only what stands behind the mark is a tag. An object is the elements of its members, an array an element for each
-    item, and everything else is text as it stands, whose type comes from the tool's schema. What is a string for
-    certain is handed on as it comes, any other argument when it is whole.
+    An object is the elements of its members, an array an element for each item. Anything else is text as it stands,
+    whose type the schema says.
     """
-
-    mark: str
-    section: str = "tool_call"
-    call: str = "invoke"
-
-    def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
-        """Read the calls of a section, or one without a section, up to its end. An end alone is left out."""
-        begun, in_section = calls.count, False
-        tag: Tag | None = yield from self._tag(reader)
-        while tag and tag.inside != f"/{self.section}":
-            name = self._called(tag)
-            if name:
-                in_section = True
-                tag = yield from self._call(reader, calls, name)
-                continue
-            if tag.inside == self.section:
-                in_section = True
-            elif not in_section:
-                return False
-            _, mark = yield from reader.until(markers(self.mark), limit=MAX_NAME)
-            tag = (yield from self._tag(reader)) if mark else None
-        return tag is not None or calls.count > begun
-
-    def _tag(self, reader: Reader) -> Steps[Tag]:
-        """Read the tag behind a mark, that was read."""
-        space = yield from reader.space()
-        if not (yield from reader.accept(_LESS)):
-            return Tag("", space)
-        inside, end = yield from reader.until(_TAG_END, limit=MAX_NAME)
-        if end != ">":
-            reader.back(end)
-            return Tag("", f"{space}<{inside}")
-        return Tag(inside.strip(), f"{space}<{inside}>")
-
-    def _next(self, reader: Reader) -> Steps[Tag | None]:
-        """Read up to the next mark, and the tag behind it; None at the end of the text."""
-        _, mark = yield from reader.until(markers(self.mark))
-        return (yield from self._tag(reader)) if mark else None
-
-    def _called(self, tag: Tag) -> str:
-        """The name of the function that a tag begins a call of, or ""."""
-        word, _, rest = tag.inside.partition(" ")
-        return name_attribute(rest) if word == self.call else ""
-
-    def _ends_call(self, tag: Tag) -> bool:
-        """Whether a call ends at this tag: its own end, the section's, or what begins another."""
-        return tag.inside in (f"/{self.call}", f"/{self.section}", self.section) or bool(self._called(tag))
-
-    def _call(self, reader: Reader, calls: Calls, name: str) -> Steps[Tag | None]:
-        """Read a call from its name on; returns the tag behind it, None at the end of the text."""
-        yield calls.start(name)
-        separator = "{"
-        tag = yield from self._next(reader)
-        while tag and not self._ends_call(tag):
-            if tag.inside and not tag.inside.startswith("/"):
-                yield calls.arguments(f"{separator}{json_string(tag.inside)}: ")
-                separator = ", "
-                tag = yield from self._argument(reader, calls, calls.tools.get(name), tag.inside)
-            else:
-                tag = yield from self._next(reader)
-        if tag or not reader.cut:
-            yield calls.arguments("{}" if separator == "{" else "}")
-        if tag and tag.inside == f"/{self.call}":
-            return (yield from self._next(reader))
-        return tag
-
-    def _argument(self, reader: Reader, calls: Calls, tool: FunctionTool | None, key: str) -> Steps[Tag | None]:
-        """Hand on a value, whose tag was read; returns the tag behind it."""
-        schema = parameters_of(tool).member(key)
-        if schema.types[0] == STRING:
-            tag = yield from self._pass_text(reader, calls, key)
+    first, *rest = text.split(mark)
+    path = [_Element("", schema, [first])]
+    for piece in rest:
+        tag = _TAG.match(piece)
+        inside = tag.group(1).strip() if tag else ""
+        if inside.startswith("/"):
+            ended = [place for place, element in enumerate(path) if place and element.name == inside[1:]]
+            _close(path, ended[-1] if ended else len(path))
+        elif inside and len(path) < MAX_DEPTH:
+            path.append(_Element(inside, path[-1].schema_of(inside)))
         else:
-            tag = yield from self._collect(reader, calls, _Element(key, schema))
-        if tag and tag.inside == f"/{key}":
-            return (yield from self._next(reader))
-        return tag
-
-    def _pass_text(self, reader: Reader, calls: Calls, key: str) -> Steps[Tag | None]:
-        """Hand on a string up to its end; returns the tag that is there."""
-
-        def event(text: str) -> Arguments:
-            return calls.arguments(json_escaped(text))
-
-        yield calls.arguments('"')
-        while True:
-            mark = yield from reader.pass_on(markers(self.mark), event, strict=True)
-            tag = (yield from self._tag(reader)) if mark else None
-            if (not tag or not tag.inside) and reader.cut and reader.ended:
-                return None
-            if not tag or tag.inside == f"/{key}" or self._ends_call(tag):
-                yield calls.arguments('"')
-                return tag
-            yield event(mark + tag.text)
-
-    def _collect(self, reader: Reader, calls: Calls, outer: _Element) -> Steps[Tag | None]:
-        """Read an element up to its end, and hand on its value; returns the tag that is there."""
-        path = [outer]
-        while True:
-            text, mark = yield from reader.until(markers(self.mark))
-            path[-1].texts.append(text)
-            tag = (yield from self._tag(reader)) if mark else None
-            if (not tag or not tag.inside) and reader.cut and reader.ended:
-                return None
-            if not tag or self._ends_call(tag):
-                break
-            if tag.inside.startswith("/"):
-                ended = [place for place, element in enumerate(path) if element.name == tag.inside[1:]]
-                if ended and not ended[-1]:
-                    break
-                _close(path, ended[-1] if ended else len(path))
-            elif tag.inside and len(path) < MAX_DEPTH:
-                path.append(_Element(tag.inside, path[-1].schema_of(tag.inside)))
-            else:
-                path[-1].texts.append(mark + tag.text)
-        _close(path, 1)
-        yield calls.arguments(outer.json())
-        return tag
+            tag = None
+        path[-1].texts.append(piece[tag.end() :] if tag else mark + piece)
+    _close(path, 1)
+    return path[0].json()
 
 
 @dataclass
 class _Element:
-    """One element of an argument, as far as it was read."""
+    """One element, as far as it was read."""
 
     name: str
     schema: ValueSchema

@@ -6,8 +6,7 @@ until its calls end:
 
 - `json_calls.JsonCalls`: objects with a name and arguments, one, several or a list
 - `named_calls.NamedCalls`: a name, a separator and arguments in JSON
-- `tagged.TaggedCalls`: tags with a name and parameters
-- `elements.ElementCalls`: a tag for each parameter with its name, and tags within
+- `tagged.TaggedCalls`: tags with a name and parameters, whose values may be elements (`elements.py`)
 - `pythonic.PythonicCalls`, `gemma.GemmaCalls`, `harmony.HarmonyCalls`
 
 `reader.py` says how to write `read`. What `OutputParser` does for every format: it looks for openers in content; it

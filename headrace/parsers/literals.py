@@ -26,6 +26,7 @@ that takes more text to tell."""
 
 _SPACE = re.compile(r"\s*")
 _OPENING = re.compile(r"""[rubfRUBF]{0,2}(?:'''|\"\"\"|'|")""")
+_WORD = re.compile(r"\s*([\w.+-]*)(\s*)")
 _CODE = re.compile(r"[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}")
 _BEGUN_CODE = re.compile(r"(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
@@ -120,6 +121,18 @@ def _opening(text: str, at: int, closed: bool) -> str | None:
         return None
     found = _OPENING.match(text, at)
     return found.group() if found else ""
+
+
+def is_literal(text: str, at: int, closed: bool) -> bool | None:
+    """Return whether a string, list, tuple, dict or set begins here, or a whole number or word is here."""
+    found = _WORD.match(text, at, at + LOOK)
+    if found is None or (found.end() == len(text) <= at + LOOK and not closed):
+        return None
+    word, space = found.groups()
+    follows = text[found.end() : found.end() + 1]
+    if not space and follows in ("'", '"'):
+        return not set(word) - set("rRuU")
+    return json_scalar(word) is not None and follows in ",)]};" if word else follows in ("[", "(", "{")
 
 
 def _string(reader: Reader, emit: Emit, quote: str, ends: Ends, raw: bool, strict: bool) -> Steps[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
 from headrace.parsers.json_calls import JsonCalls
-from headrace.parsers.literals import LOOK, collected, literal
+from headrace.parsers.literals import LOOK, collected, is_literal, literal
 from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_string
 
@@ -48,10 +48,14 @@ class PythonicCalls:
                 if reader.cut:
                     yield from reader.scan(_begun)
                 break
-            yield from _skip(reader, len(name))
-            yield calls.start(name)
-            yield from _arguments(reader, calls)
-            made = True
+            if (yield from reader.ahead(_takes_literals)):
+                yield from _skip(reader, len(name))
+                yield calls.start(name)
+                yield from _arguments(reader, calls)
+                made = True
+            else:  # no call, but others may stand beside it
+                yield from _skip(reader, len(name))
+                yield from collected(reader, _arguments(reader, calls))
             yield from reader.space()
             if (yield from reader.accept(markers(",", ";", *("]" if listed else "")))) == "]":
                 listed = False
@@ -127,6 +131,16 @@ def _decided(pattern: re.Pattern[str], marks: str, seen: str, closed: bool) -> s
 def _may_go_on(seen: str, marks: str) -> bool:
     """Whether all that has come is made of names, white space and these marks."""
     return len(seen) < LOOK and all(char.isalnum() or char in "_- \t\r\n" or char in marks for char in seen)
+
+
+def _takes_literals(text: str, at: int, closed: bool) -> bool | None:
+    """Whether the call that begins here has no arguments, or a literal as the first of them.
+
+    The peers drop a call whose arguments are not all literals, as vLLM does, or all calls beside it too. Behind a first
+    literal a call has begun; whatever is no literal there is handed on as its text.
+    """
+    found = _HEAD.match(text, at, at + LOOK)
+    return found is not None and (found.group()[-1] == ")" or is_literal(text, found.end(), closed))
 
 
 def _begun(text: str, at: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.parsers.elements import ElementCalls
 from headrace.parsers.formats import ByOpener, ReasoningFormat, ToolFormat
 from headrace.parsers.gemma import GemmaCalls
 from headrace.parsers.harmony import HarmonyCalls
@@ -98,6 +97,7 @@ def _hy_tags(suffix: str) -> tuple[str, TaggedCalls]:
     )
 
 
+_M3 = "]<]minimax[>["
 _HY_WAYS = (_hy_tags(""), _hy_tags(":opensource"))
 _TAGGED = (
     ToolFormat("qwen3_coder", _QWEN_TAGS, ("<tool_call>", "<function=")),
@@ -111,17 +111,22 @@ _TAGGED = (
     ToolFormat("deepseek_v32", _DSML_TAGS, ("<｜DSML｜function_calls>",)),
     ToolFormat("deepseek_v4", replace(_DSML_TAGS, section_close="</｜DSML｜tool_calls>"), ("<｜DSML｜tool_calls>",)),
     ToolFormat("step3", TaggedCalls("<steptml:invoke", "</steptml:invoke>", "<steptml:parameter",
-                                    "</steptml:parameter>", section_close="<｜tool_calls_end｜>", in_attribute=True),
-               ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>")),
+                                    "</steptml:parameter>", section_close="<｜tool_calls_end｜>", in_attribute=True,
+                                    lead="function<｜tool_sep｜>"),
+               ("<｜tool_calls_begin｜>",), keeps_text_after=True),
+    # SGLang and vLLM's stream keep the text around calls, which vLLM's whole answer drops.
     ToolFormat("minicpm5", TaggedCalls("<function", "</function>", "<param", "</param>", in_attribute=True, guess=True,
-                                       cdata=True, only_known=True), ("<function",)),
+                                       cdata=True, checked=True), ("<function",), keeps_text_after=True),
+    ToolFormat("minimax_m3", TaggedCalls(f"{_M3}<invoke", f"{_M3}</invoke>", f"{_M3}<", "", in_attribute=True,
+                                         section_close=f"{_M3}</tool_call>", element_mark=_M3),
+               (f"{_M3}<tool_call>", f"{_M3}<invoke"), silent=(f"{_M3}</tool_call>",)),
 )  # fmt: skip
 
 _PYTHONIC = (
     ToolFormat("pythonic", PythonicCalls(closers=("<|python_end|>",)), ("[", "<|python_start|>"),
                silent=("<|python_end|>",), keeps_text_after=True),
     ToolFormat("llama4_pythonic", PythonicCalls(closers=("<|python_end|>",)), ("<|python_start|>", "["),
-               silent=("<|python_end|>", "<|eom|>", "<|eot|>")),
+               silent=("<|python_end|>", "<|eom|>", "<|eot|>"), keeps_text_after=True),
     ToolFormat("olmo3", PythonicCalls(closers=("</function_calls>",)), ("<function_calls>",)),
     ToolFormat("lfm2", PythonicCalls(closers=("<|tool_call_end|>",),
                                      or_json=JsonCalls(closers=("<|tool_call_end|>",))),
@@ -129,7 +134,6 @@ _PYTHONIC = (
 )  # fmt: skip
 
 _OTHER = (
-    ToolFormat("minimax_m3", ElementCalls("]<]minimax[>["), ("]<]minimax[>[",)),
     ToolFormat("gemma4", GemmaCalls('<|"|>', ("<tool_call|>",), thought=("<|channel>", "<channel|>")),
                ("<|tool_call>", "<|channel>")),
     ToolFormat("functiongemma", GemmaCalls("<escape>", ("<end_function_call>",), guess=True),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from headrace.parsers.arguments import pass_arguments
 from headrace.parsers.calls import Calls
+from headrace.parsers.elements import element_json
 from headrace.parsers.events import Arguments, Steps
+from headrace.parsers.literals import collected
 from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_string
 from headrace.parsers.tools import FunctionTool
@@ -21,6 +24,8 @@ _SPACE = re.compile(r"(?:\s|\\n)*")
 _BEGINNING = re.compile(r"[^<\n]{0,5}")
 _NEWLINE = markers("\n")
 _CDATA = markers("<![CDATA[")
+_WRAPPERS = ("arguments", "properties")
+"""Parameters that hold all of a call's arguments, where the tool has none of this name."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,14 @@ class TaggedCalls:
     """A value whose type no schema says is JSON, or a Python literal, if it looks like one; otherwise a string."""
     cdata: bool = False
     """A value may stand in <![CDATA[ and ]]>."""
-    only_known: bool = False
-    """Where tools are known, only their names are calls; parameters that the tool does not have are dropped."""
+    lead: str = ""
+    """Must stand before the tag of a call of a section; what follows anything else is none."""
+    element_mark: str = ""
+    """Stands before every tag, where a parameter's tags are its name and a value may be made of elements
+    (`elements.py`)."""
+    checked: bool = False
+    """A call is one only if its closing tag is there, it names a tool that there is, each parameter once, and all that
+    are required; so it begins when it is whole. Parameters that the tool does not have are dropped."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read one call, or those of a section."""
@@ -64,9 +75,9 @@ class TaggedCalls:
         begun = opener == self.name_open
         while True:
             if not begun:
-                marks = markers(self.name_open, self.section_close) if self.section_close else markers(self.name_open)
-                _, mark = yield from reader.until(marks, limit=MAX_NAME)
-                if mark != self.name_open:
+                marks = markers(*filter(None, (self.name_open, self.section_close)))
+                before, mark = yield from reader.until(marks, limit=MAX_NAME)
+                if mark != self.name_open or self.lead not in before:
                     return made
             if not (yield from self._call(reader, calls)):
                 return made
@@ -79,158 +90,234 @@ class TaggedCalls:
         yield from reader.space()
         head, stop = yield from reader.until(markers(*self.name_close), limit=MAX_NAME)
         name = self._name(head)
-        if not stop or not name or (self.only_known and calls.tools and name not in calls.tools):
+        if not stop or not name or (self.checked and calls.tools and name not in calls.tools):
             return False
         if stop in (self.key_open, self.close):
             reader.back(stop)
-        empty = self.in_attribute and head.endswith("/")
-        if not empty:
+        if self.in_attribute and head.endswith("/"):
+            yield calls.start(name)
+            yield calls.arguments("{}")
+            return True
+        yield from reader.space()
+        if (yield from reader.peek()) == "{":
+            made = yield from pass_arguments(reader, calls, name)
             yield from reader.space()
-            if (yield from reader.peek()) == "{":
-                made = yield from pass_arguments(reader, calls, name)
-                yield from reader.space()
-                yield from reader.accept(markers(self.close))
-                return made
+            yield from reader.accept(markers(self.close))
+            return made
+        tool, seen = calls.tools.get(name), _Seen()
+        if not self.checked:
+            yield calls.start(name)
+            yield from self._arguments(reader, calls, tool, seen)
+            return True
+        text = yield from collected(reader, self._arguments(reader, calls, tool, seen))
+        if not (seen.fits(tool) if seen.closed else reader.cut):
+            return False
         yield calls.start(name)
-        tool = calls.tools.get(name)
-        separator = "{"
-        ended = empty
-        while not ended:
-            _, mark = yield from reader.until(self._parts)
-            if mark != self.key_open:
-                if mark != self.close:
-                    reader.back(mark)
-                if not mark and reader.cut:
-                    return True
-                break
-            separator, ended = yield from self._parameter(reader, calls, tool, separator)
-            if ended and reader.cut:
-                return True
-        yield calls.arguments("{}" if separator == "{" else "}")
+        if text:
+            yield calls.arguments(text)
         return True
 
+    def _arguments(self, reader: Reader, calls: Calls, tool: FunctionTool | None, seen: _Seen) -> Steps[None]:
+        """Hand on a call's arguments, up to its end."""
+        separator = "{"
+        while True:
+            _, mark = yield from reader.until(self._parts)
+            if mark != self.key_open:
+                break
+            separator, ended = yield from self._parameter(reader, calls, tool, seen, separator)
+            if ended:
+                mark = ""
+                break
+        seen.closed = mark == self.close
+        if not seen.closed:
+            reader.back(mark)
+        if mark or not reader.cut:
+            yield calls.arguments("{}" if separator == "{" else "}")
+
     def _parameter(
-        self, reader: Reader, calls: Calls, tool: FunctionTool | None, separator: str
+        self, reader: Reader, calls: Calls, tool: FunctionTool | None, seen: _Seen, separator: str
     ) -> Steps[tuple[str, bool]]:
         """Read a parameter from its name on. Returns what stands before the next one, and whether the text ended."""
         head, stop = yield from reader.until(markers(self.key_close), limit=MAX_NAME)
         if not stop:
             return separator, reader.ended
-        key = self._name(head) if self.in_attribute else head.strip()
+        if self.element_mark and head.strip()[:1] in ("", "/"):  # a closing tag too many
+            return separator, False
+        key = self._key(head)
         if self.value_open:
             _, mark = yield from reader.until(markers(self.value_open, self.key_open, self.close))
             if mark != self.value_open:
                 reader.back(mark)
                 return separator, not mark
-        if not key or (self.only_known and not parameters_of(tool).declares(key)):
-            _, stop = yield from reader.until(markers(self.value_close))
+        schema = parameters_of(tool)
+        if not key or (self.checked and not schema.declares(key)):
+            text, stop = yield from reader.until(markers(self.value_close))
+            found = _wrapped(text, tool) if key in _WRAPPERS else {}
+            for name, written in found.items() if key else [("", "")]:
+                seen.keys.append(name)
+                yield calls.arguments(f"{separator}{json_string(name)}: {written}")
+                separator = ", "
             return separator, not stop
-        types, values = parameters_of(tool).member(key).types
+        seen.keys.append(key)
+        types, values = schema.member(key).types
         said = _STRING_ATTRIBUTE.search(head) if self.in_attribute else None
         if said and said.group(1) == "true":
             types, values = STRING, ()
         guess = self.guess or bool(said)
         if self.newlines:
             yield from reader.accept(_NEWLINE)
-        ends = self._ends
+        value = _Value(key, tool, self._ends(key, nested=types != STRING))
         if self.cdata and (yield from reader.accept(_CDATA)):
-            ends = markers("]]>" + self.value_close)
+            value.ends = markers("]]>" + self.value_close)
         begun = f"{separator}{json_string(key)}: "
-        if types == STRING or (yield from reader.ahead(lambda *place: _decided(types, guess, *place))):
+        if types == STRING or (
+            not self.element_mark and (yield from reader.ahead(lambda *place: _decided(types, guess, *place)))
+        ):
             yield calls.arguments(begun + '"')
-            whole = yield from self._pass_text(reader, calls, tool, ends)
+            whole = yield from self._pass_text(reader, calls, value)
             if whole or not reader.cut:
                 yield calls.arguments('"')
+            return ", ", not whole
+        text, whole = yield from self._collect(reader, value)
+        if not whole and reader.cut:
+            return separator, True
+        if self.element_mark:
+            yield calls.arguments(begun + element_json(self.element_mark, text, schema.member(key)))
         else:
-            text, whole = yield from self._collect(reader, tool, ends)
-            if not whole and reader.cut:
-                return separator, True
             yield calls.arguments(begun + json_of(text, types, values, guess=guess))
         return ", ", not whole
 
-    def _pass_text(self, reader: Reader, calls: Calls, tool: FunctionTool | None, ends: Markers) -> Steps[bool]:
+    def _pass_text(self, reader: Reader, calls: Calls, value: _Value) -> Steps[bool]:
         """Hand on a string up to its end; returns whether the end is there."""
 
         def event(text: str) -> Arguments:
             return calls.arguments(json_escaped(text))
 
         while True:
-            mark = yield from reader.pass_on(ends, event, strict=True)
-            if not mark or (yield from self._is_end(reader, tool, mark)):
+            mark = yield from reader.pass_on(value.ends, event, strict=True)
+            if not mark or (yield from self._is_end(reader, value, mark)):
                 return bool(mark)
             yield event(mark)
 
-    def _collect(self, reader: Reader, tool: FunctionTool | None, ends: Markers) -> Steps[tuple[str, bool]]:
+    def _collect(self, reader: Reader, value: _Value) -> Steps[tuple[str, bool]]:
         """Read a value up to its end; returns it and whether the end is there."""
         parts = []
         while True:
-            text, mark = yield from reader.until(ends)
+            text, mark = yield from reader.until(value.ends)
             parts.append(text)
-            if not mark or (yield from self._is_end(reader, tool, mark)):
+            if not mark or (yield from self._is_end(reader, value, mark)):
                 return "".join(parts), bool(mark)
             parts.append(mark)
 
-    def _is_end(self, reader: Reader, tool: FunctionTool | None, mark: str) -> Steps[bool]:
+    def _is_end(self, reader: Reader, value: _Value, mark: str) -> Steps[bool]:
         """Whether a marker within a value ends it.
 
         A closing tag does if the text goes on as it must after a parameter: a value may speak of such tags. Where the
         closing tag is missing, the call's end does, or the next parameter's name; these are then unread.
         """
+        if self.element_mark:
+            if mark in (self.close, self.name_open, self.section_close):
+                reader.back(mark)
+                return True
+            value.depth += -1 if mark == self._element("/" + value.key) else 1
+            return value.depth == 0
         if mark.endswith(self.value_close):
-            return mark.startswith("]]>") or (yield from reader.ahead(self._ends_parameter))
+            following = (*self._parts.all, self.value_close)
+            return mark.startswith("]]>") or (
+                yield from reader.ahead(lambda text, at, closed: _goes_on(text, at, closed, following))
+            )
         reader.back(mark)
         if mark.endswith(self.close):
-            ends = yield from reader.ahead(lambda text, at, closed: self._ends_call(text, at + len(mark), closed))
+            after = tuple(filter(None, (self.section_close, self.name_open)))
+            ends = yield from reader.ahead(lambda text, at, closed: _goes_on(text, at + len(mark), closed, after))
         else:
             ends = yield from reader.ahead(
-                lambda text, at, closed: self._begins_parameter(text, at + len(mark), closed, tool)
+                lambda text, at, closed: self._begins_parameter(text, at + len(mark), closed, value.tool)
             )
         if not ends:
             yield from reader.scan(lambda _, at: at + len(mark))
         return ends
-
-    def _ends_parameter(self, text: str, at: int, closed: bool) -> bool | None:
-        """Whether the text goes on as it must after a parameter."""
-        return _goes_on(text, at, closed, (*self._parts.all, self.value_close))
-
-    def _ends_call(self, text: str, at: int, closed: bool) -> bool | None:
-        """Whether the text goes on as it must after a call: with the section's end, another call, or not at all."""
-        return _goes_on(text, at, closed, (self.section_close or self.name_open,))
 
     def _begins_parameter(self, text: str, at: int, closed: bool, tool: FunctionTool | None) -> bool | None:
         """Whether the name of a parameter that the tool has goes on from here, and its tag ends."""
         end = text.find(self.key_close, at, at + MAX_NAME)
         if end < 0:
             return False if closed or len(text) - at >= MAX_NAME else None
-        key = self._name(text[at:end]) if self.in_attribute else text[at:end].strip()
+        key = self._key(text[at:end])
         return bool(key) and parameters_of(tool).declares(key)
 
     def _name(self, head: str) -> str:
-        """The name that stands in a tag, "" if there is none."""
+        """The name of the function that stands in a tag, "" if there is none."""
         if self.in_attribute:
-            return name_attribute(head)
+            return _name_attribute(head)
         head = head.strip()
         return head if _NAME.fullmatch(head) else ""
+
+    def _key(self, head: str) -> str:
+        """The name of the parameter that stands in a tag, "" if there is none."""
+        return _name_attribute(head) if self.in_attribute and not self.element_mark else head.strip()
+
+    def _element(self, name: str) -> str:
+        """The tag of an element."""
+        return f"{self.element_mark}<{name}>"
 
     @cached_property
     def _parts(self) -> Markers:
         """What may follow a name or a parameter."""
-        parts = (self.key_open, self.close, self.name_open, self.section_close)
-        return markers(*filter(None, parts))
+        return markers(*filter(None, (self.key_open, self.close, self.name_open, self.section_close)))
 
-    @cached_property
-    def _ends(self) -> Markers:
-        """What may end a value."""
+    def _ends(self, key: str, *, nested: bool) -> Markers:
+        """What may end a parameter's value; with `nested`, within which there may be elements of the same name."""
+        if self.element_mark:
+            tags = (self._element(f"/{key}"), self._element(key)) if nested else (self._element(f"/{key}"),)
+            return Markers(*tags, self.close, self.name_open, self.section_close)
         ends = [self.value_close, self.close]
         if self.newlines:
             ends += ["\n" + end for end in ends]
         return markers(*ends, "\n" + self.key_open)
 
 
-def name_attribute(head: str) -> str:
-    """Return the attribute `name` of a tag, "" if it has none."""
+@dataclass
+class _Seen:
+    """Holds what was seen of a call: the names of its parameters, as often as they are there, and whether it ended."""
+
+    keys: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def fits(self, tool: FunctionTool | None) -> bool:
+        """Return whether these are the parameters of a call of this tool."""
+        required = tool.parameters.get("required") if tool else None
+        needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+        return len(set(self.keys)) == len(self.keys) and "" not in self.keys and needed <= set(self.keys)
+
+
+@dataclass
+class _Value:
+    """Describes the value that is being read: of which parameter, and what may end it."""
+
+    key: str
+    tool: FunctionTool | None
+    ends: Markers
+    depth: int = 1
+    """Of elements with the parameter's name, how many are open."""
+
+
+def _name_attribute(head: str) -> str:
+    """The attribute `name` of a tag, "" if it has none."""
     found = _NAME_ATTRIBUTE.search(head)
     return next((part for part in found.groups() if part), "").strip() if found else ""
+
+
+def _wrapped(text: str, tool: FunctionTool | None) -> dict[str, str]:
+    """The JSON of each of a tool's parameters that an object holds."""
+    schema, found = parameters_of(tool), {}
+    members = json.loads(json_of(text, frozenset({"object"})))
+    for name, value in members.items() if isinstance(members, dict) else ():
+        if schema.declares(name):
+            types, values = schema.member(name).types
+            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found[name] = json_of(written, types, values, guess=True)
+    return found
 
 
 def _goes_on(text: str, at: int, closed: bool, following: tuple[str, ...]) -> bool | None:

@@ -98,7 +98,7 @@ ARGUMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"to": {"city": "Rome"}, "note": "x"},
     ),
     "one too many": ([element("id", "1"), f"{MARK}</id>", element("note", "x")], {"id": 1, "note": "x"}),
-    "white space behind the mark": ([f"{MARK} <id>1{MARK}\n</id>"], {"id": 1}),
+    "a name within itself": ([element("to", element("to", element("to", "x")))], {"to": {"to": {"to": "x"}}}),
     "line breaks between": (["\n", element("id", "1"), "\n", element("note", "x"), "\n"], {"id": 1, "note": "x"}),
     "none": ([], {}),
 }
