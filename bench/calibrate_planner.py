@@ -3,27 +3,32 @@
     python bench/calibrate_planner.py              the constants for headrace/planner/efficiencies.json, and every table
     python bench/calibrate_planner.py --markdown   the tables of docs/notes/predictions.md
 
-Needs no GPU; takes some ten seconds. tests/planner/test_accuracy.py checks the bounds of each experiment.
+Needs no GPU; takes some ten seconds. tests/planner/test_accuracy.py checks the bounds of each experiment. A fit finds a
+few numbers, held near likely values: least squares on the logarithms of predictions, by the Levenberg-Marquardt method
+(Marquardt 1963, "An algorithm for least-squares estimation of nonlinear parameters").
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
-from functools import cache
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 
-from planner_fit import Row, error, fit, read_rows
+import numpy
 
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
+from headrace.planner.cost import StepModel, StepWork
 from headrace.planner.deployment import Deployment
 from headrace.planner.parallel import Parallel
-from headrace.planner.predict import Limits
+from headrace.planner.predict import Limits, Workload, predict
+from headrace.planner.simulate import Segment, recost, simulate
 
 MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"
 FITTED_ON = {
@@ -36,6 +41,184 @@ MODELS = ("8b bf16", "8b fp8", "30b-a3b bf16")
 FEW_405B = ("latency 1 x 128/2048", "latency 8 x 128/2048", "latency 64 x 128/2048", "throughput 1500 x 128/2048",
             "throughput 500 x 2048/2048")  # fmt: skip
 """The rows of the 405B table that the fit for eight MI300X uses."""
+ROW_SPREAD = 0.06
+"""The error of a prediction (a logarithm) that counts as one standard deviation."""
+OUTLIER = 0.25
+"""The error from which on a row weighs less and less: something else was measured there."""
+SPREADS = {
+    "bandwidth": 0.06,
+    "kv_bandwidth": 0.25,
+    "gemm": 0.15,
+    "attention": 0.4,
+    "overlap": 0.3,
+    "kernel": 0.4,
+    "launch": 0.25,
+    "sequence": 0.3,
+    "request": 0.1,
+    "link": 0.3,
+    "collective": 0.4,
+}
+"""How far (a logarithm) each constant is likely to be from where the fit starts."""
+LIKELY = {
+    ("nvidia", "vllm"): Efficiency(
+        bandwidth=0.86, kv_bandwidth=0.80, gemm=0.70, attention=0.40, overlap=1.8, kernel=4e-6, launch=37e-6,
+        sequence=25e-6, request=6.5e-3, link=0.7, collective=12e-6,
+    ),
+    ("nvidia", "headrace"): Efficiency(
+        bandwidth=0.88, kv_bandwidth=0.85, gemm=0.70, attention=0.33, overlap=1.5, kernel=2.2e-6, launch=10e-6,
+        sequence=10e-6, request=1e-3, link=0.7, collective=12e-6,
+    ),
+    ("amd", "vllm"): Efficiency(
+        bandwidth=0.70, kv_bandwidth=0.60, gemm=0.45, attention=0.30, overlap=1.2, kernel=4e-6, launch=20e-6,
+        sequence=28e-6, request=4e-3, link=0.6, collective=14e-6,
+    ),
+}  # fmt: skip
+"""Where a fit starts: round figures from the rates of single products, reads and kernels, chosen with the tables in
+view. From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds one measured figure and how to predict it."""
+
+    name: str
+    kind: str
+    """decode (ms a step), prefill (ms to the first token), latency (s of a batch whose prompts are cached), tpot (ms
+    between tokens of clients that send one request after the other), throughput (output tokens/s of requests that come
+    at once)"""
+    deployment: Deployment
+    batch: int
+    input_len: int
+    output_len: int
+    value: float
+    limits: Limits
+
+    @cached_property
+    def steps(self) -> list[Segment]:
+        """The kinds of step of a throughput row. They do not depend on the constants, as all requests come at once."""
+        load, start = Workload(self.input_len, self.output_len, self.batch, self.batch), likely(self.deployment)
+        run = simulate(self.deployment, load, self.limits, model=StepModel(self.deployment, start))
+        return condense(run.segments)
+
+    def predict(self, model: StepModel) -> float:
+        """Predict the figure, in the row's unit."""
+        if self.kind == "throughput":
+            return self.batch * self.output_len / (recost(model, self.steps) + model.efficiency.request)
+        if self.kind == "tpot":
+            load = Workload(self.input_len, self.output_len, self.batch)
+            limits = replace(self.limits, max_num_seqs=self.batch)
+            return predict(self.deployment, load, limits, model=model).itl_ms
+        if self.kind == "prefill":
+            return 1000 * (self._prefill(model) + model.efficiency.request)
+        step = model.seconds(StepWork(self.batch, self.input_len + self.output_len / 2))
+        return 1000 * step if self.kind == "decode" else step * self.output_len
+
+    def _prefill(self, model: StepModel) -> float:
+        tokens = self.batch * self.input_len
+        steps = -(-tokens // self.limits.max_num_batched_tokens)
+        work = StepWork(0, 0.0, tokens / steps, (self.input_len + 1) / 2, -(-self.batch // steps))
+        return steps * model.seconds(work)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a table of measured rows (tests/planner/measured/*.json) in the order of the file."""
+    table = json.loads(path.read_text())
+    chip, engine = find_chip(table["chip"]), table["engine"]
+    rows = []
+    for entry in table["rows"]:
+        model = table["models"][entry["model"]]
+        kind, output_len = entry["kind"], entry.get("output_len", 1)
+        kv_bytes = model.get(f"{kind}_kv_dtype_bytes", model["kv_dtype_bytes"])
+        shape = find_model(model["model"])
+        deployment = Deployment(shape, chip, Parallel(tp=model["tp"]), model["weight_format"], kv_bytes, engine)
+        shown = f"{entry['batch']} x {entry['input_len']}" + (f"/{output_len}" if output_len > 1 else "")
+        name = f"{entry['model']}, {kind} {shown}"
+        limits = Limits(table["max_num_seqs"], table["max_num_batched_tokens"], model["kv_tokens"])
+        rows.append(Row(name, kind, deployment, entry["batch"], entry["input_len"], output_len, entry["value"], limits))
+    return rows
+
+
+def likely(deployment: Deployment) -> Efficiency:
+    """Return where a fit of that chip and engine starts."""
+    return LIKELY[deployment.chip.vendor, deployment.engine]
+
+
+def condense(segments: Sequence[Segment]) -> list[Segment]:
+    """Replace steps that are nearly alike by their mean."""
+    kinds: dict[tuple[int, int, int], numpy.ndarray] = {}
+    for work, steps in segments:
+        key = (
+            round(12 * math.log(work.decodes + 1)),
+            round(8 * math.log(work.prefill_tokens + 1)),
+            round(6 * math.log(work.decode_context + 1)),
+        )
+        keys, pairs = work.decodes * work.decode_context, work.prefill_tokens * work.prefill_context
+        amounts = numpy.array([1.0, work.decodes, keys, work.prefill_tokens, pairs, work.prompts])
+        kinds[key] = kinds.get(key, 0.0) + steps * amounts
+    return [
+        Segment(
+            StepWork(
+                decodes / steps,
+                keys / decodes if decodes else 0.0,
+                tokens / steps,
+                pairs / tokens if tokens else 0.0,
+                max(1, round(prompts / steps)) if tokens else 0,
+            ),
+            round(steps),
+        )
+        for steps, decodes, keys, tokens, pairs, prompts in (sums.tolist() for sums in kinds.values())
+    ]
+
+
+def error(row: Row, constants: Efficiency) -> float:
+    """Return (predicted - measured) / measured."""
+    return row.predict(StepModel(row.deployment, constants)) / row.value - 1
+
+
+def fit(rows: Sequence[Row], start: Efficiency | None = None) -> Efficiency:
+    """Return the constants that explain the rows best, near `start` (default: LIKELY)."""
+    begin = numpy.array(astuple(start or likely(rows[0].deployment)))
+    widths = numpy.array([SPREADS[field.name] for field in fields(Efficiency)])
+    limit = OUTLIER / ROW_SPREAD
+
+    def constants(point: numpy.ndarray) -> Efficiency:
+        made = Efficiency(*(begin * numpy.exp(point * widths)).tolist())
+        return replace(made, overlap=max(1.0, made.overlap))
+
+    def residuals(point: numpy.ndarray) -> numpy.ndarray:
+        """Return the misses of the rows, then how far each constant is from where it started."""
+        at = constants(point)
+        misses = [math.log(row.predict(StepModel(row.deployment, at)) / row.value) / ROW_SPREAD for row in rows]
+        damped = [math.copysign(limit * math.sqrt(math.log1p((miss / limit) ** 2)), miss) for miss in misses]
+        return numpy.array([*damped, *point])
+
+    return constants(_least_squares(residuals, numpy.zeros(len(widths))))
+
+
+def _least_squares(
+    residuals: Callable[[numpy.ndarray], numpy.ndarray], point: numpy.ndarray, rounds: int = 25
+) -> numpy.ndarray:
+    """Minimize the sum of squares by Levenberg-Marquardt, with differences for derivatives."""
+    damping, step = 1e-2, 1e-3
+    now = residuals(point)
+    best = now @ now
+    for _ in range(rounds):
+        jacobian = numpy.stack([(residuals(point + move) - now) / step for move in step * numpy.eye(len(point))])
+        gradient, normal = jacobian @ now, jacobian @ jacobian.T
+        while damping < 1e8:
+            candidate = point - numpy.linalg.solve(normal + damping * numpy.diag(numpy.diag(normal)), gradient)
+            after = residuals(candidate)
+            total = after @ after
+            if total < best:
+                gain, point, now, best = best - total, candidate, after, total
+                damping = max(damping / 5, 1e-9)
+                break
+            damping *= 5
+        else:
+            return point
+        if gain < 1e-4 * best:
+            return point
+    return point
 
 
 @dataclass(frozen=True)

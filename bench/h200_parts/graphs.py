@@ -12,9 +12,9 @@ import torch
 import headrace.models.loader as loader
 from h200_parts.engines import runner_of
 from h200_parts.models import EIGHT_B
-from h200_parts.numerics import MODES
 from h200_parts.run import Run
 from headrace import LLM, SamplingParams
+from headrace.config import GRAPH_MODES
 
 BIG = EIGHT_B | {"num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
 BIG |= {"bos_token_id": 0, "eos_token_id": 1}
@@ -38,7 +38,7 @@ def compare_modes(run: Run, name: str, model: str, dtype: str, vocab: int, longe
     """Add a case a mode: its tokens are those of NONE. In bf16 it passes anyway, and says how many are equal."""
     prompts, params = traffic(vocab, longest, 6 if run.smoke else 60)
     expected: Tokens = []
-    for mode in MODES:
+    for mode in GRAPH_MODES:
         settings = {"dtype": dtype, "compilation_config": {"cudagraph_mode": mode}, **knobs}
         tokens = run_mode(run, f"{name} {mode}", model, settings, prompts, params)
         expected = expected or tokens

@@ -1,4 +1,4 @@
-"""Compares the fast path's logits with a reference's, teacher-forced on the reference's own tokens, and graph modes.
+"""Compares the fast path's logits with a reference's, teacher-forced on the reference's own tokens.
 
 The reference is headrace by torch's plain operations, without graphs. Both round to bf16, each in its own places, so
 both are also compared with the same in fp32; and with transformers, which shares no code, where it is installed.
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from headrace.hub import resolve_model_folder
 GAP = 4.0
 """A position is covered where the reference's two best logits lie this many times the largest difference apart."""
 BATCHES, NEW_TOKENS = (1, 5, 32), 24
-MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "ptpc_fp8": {"quantization": "ptpc_fp8"},
@@ -151,10 +149,6 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     except ImportError:
         run.note("transformers is not installed: logits are not compared with its")
     del exact
-    with patch("headrace.runner.worker.measure_step_times", return_value=[]):  # equal chunks in every mode
-        modes = {mode: _tokens(sequences(base.replace(compilation_config={"cudagraph_mode": mode}))) for mode in MODES}
-    unlike = {mode: sum(a != b for a, b in zip(tokens, modes["NONE"], strict=True)) for mode, tokens in modes.items()}
-    emit("modes", max(unlike.values()), *(f"{mode} {count}" for mode, count in unlike.items()))
     for variant, changes in VARIANTS.items():
         lossy = compare(sequences(base.replace(**changes), reference), reference)
         emit(f"{variant}/error", lossy.error)
@@ -174,10 +168,6 @@ def _transformers_logits(
         ids = torch.tensor([[*prompt, *one.tokens[:-1]]], device=settings.device)
         made.append(Sequence(one.tokens, model(ids, logits_to_keep=len(one.tokens)).logits[0]))
     return made
-
-
-def _tokens(sequences: list[Sequence]) -> list[int]:
-    return [token for one in sequences for token in one.tokens]
 
 
 def _demo_prompts(batch: int) -> Prompts:

@@ -141,7 +141,6 @@ def _numerics_rows() -> Iterator[RowSpec]:
             yield RowSpec(f"{row}argmax", part, f"{title}: {unlike}{beside}", "positions", None, 0.0)
         other = f"{title}: {error} beside transformers in fp32, times transformers' own"
         yield RowSpec(f"{name}/transformers", part, other, "", None, 1.2)
-        yield RowSpec(f"{name}/modes", part, f"{title}: tokens unlike among graph modes", "tokens", None, 0.0)
         for variant, bound in LOSSY.items():
             changed, lossy = f"{name}/{variant}", f"{title}, {variant}"
             yield RowSpec(f"{changed}/error", part, f"{lossy}: {error}", "", None, bound)

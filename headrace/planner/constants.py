@@ -1,7 +1,7 @@
 """Says how much of a chip's published rates an engine reaches: the few fitted numbers behind predictions.
 
 They stand in efficiencies.json. How they enter a step's cost is said in cost.py, how they were fitted in
-bench/planner_fit.py.
+bench/calibrate_planner.py.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_what_cases_replace_is_there() -> None:
     from headrace.attention.triton_attn import TritonAttention
 
     places = {
-        worker: ("measure_memory", "settle_kv_scales", "select_kernels", "measure_step_times"),
+        worker: ("measure_memory", "settle_kv_scales", "select_kernels"),
         gpu_linear: ("skinny_linear", "plan_all"),
         UniprocExecutor: ("initialize_cache",),
         StepGraphs: ("run",),

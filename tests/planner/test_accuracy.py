@@ -26,7 +26,7 @@ if BENCH not in sys.path:
     sys.path.insert(0, BENCH)
 
 import calibrate_planner as calibration  # noqa: E402
-from planner_fit import Row, error, fit, likely  # noqa: E402
+from calibrate_planner import Row, error, fit, likely  # noqa: E402
 
 
 def held(title: str, rows: Sequence[Row], errors: Sequence[float], median_bound: float, worst_bound: float) -> None:

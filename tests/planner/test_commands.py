@@ -88,41 +88,62 @@ def test_every_word_has_a_reason_and_no_line_follows_a_false_claim(asked: dict[s
             assert "enable_chunked_prefill" in asked
 
 
-def test_vllm_on_amd_has_its_switches() -> None:
-    one = command("vllm", "llama-3.1-8b", "mi300x", num_gpus=1)
-    assert variables(one)["VLLM_ROCM_USE_AITER"] == "1"
-    assert "NCCL_MIN_NCHANNELS" not in variables(one)
-    assert flags(one)["--attention-backend"] == "ROCM_AITER_FA"
-    eight = command("vllm", "llama-3.1-405b", "mi300x", num_gpus=8, concurrency=64)
-    assert variables(eight)["NCCL_MIN_NCHANNELS"] == "112"
-    assert variables(eight)["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"] == "1"
-    assert "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT" not in variables(
-        command("vllm", "llama-3.1-405b", "mi300x", num_gpus=8, concurrency=8)
-    )
-    newer = command("vllm", "llama-3.1-405b", "mi355x", num_gpus=8)
-    assert "NCCL_MIN_NCHANNELS" not in variables(newer)
+SHUFFLED, CHANNELS, FP4 = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "NCCL_MIN_NCHANNELS", "VLLM_ROCM_USE_AITER_FP4BMM"
+SHARED = {"enable_dp_attention": True, "enable_expert_parallel": True}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+LINES: list[tuple[str, str, dict[str, Any], dict[str, str | None], tuple[str, ...], str]] = [
+    # model, GPU, what else is asked for vLLM, flags and variables that are there, those that are not, part of a note
+    ("llama-3.1-8b", "mi300x", {"num_gpus": 1}, {"VLLM_ROCM_USE_AITER": "1", "--attention-backend": "ROCM_AITER_FA"},
+     (CHANNELS,), ""),
+    ("llama-3.1-405b", "mi300x", {"num_gpus": 8, "concurrency": 64}, {CHANNELS: "112", SHUFFLED: "1"}, (), ""),
+    ("llama-3.1-405b", "mi300x", {"num_gpus": 8, "concurrency": 8}, {CHANNELS: "112"}, (SHUFFLED,), ""),
+    ("llama-3.1-405b", "mi355x", {"num_gpus": 8}, {}, (CHANNELS,), ""),
+    ("llama-3.1-70b", "h200", {"num_gpus": 8}, {}, ("--attention-backend", "VLLM_ROCM_USE_AITER", CHANNELS), ""),
+    # Attention on AMD follows the model.
+    ("llama-3.1-70b", "mi300x", {"num_gpus": 8}, {"--attention-backend": "ROCM_AITER_FA"}, ("--block-size", FP4), ""),
+    ("gpt-oss-120b", "mi300x", {"num_gpus": 8}, {"--attention-backend": "ROCM_AITER_UNIFIED_ATTN"},
+     ("--block-size", FP4), ""),
+    ("deepseek-r1", "mi300x", {"num_gpus": 8}, {"--attention-backend": "ROCM_AITER_MLA", FP4: "0"},
+     ("--block-size",), ""),
+    ("deepseek-v3.2", "mi300x", {"num_gpus": 8},
+     {"--attention-backend": "ROCM_AITER_MLA_SPARSE", "--block-size": "1", FP4: "0"}, (), ""),
+    # Ranks that share experts are one server; replicas of a mixture share none, and are one each.
+    ("deepseek-r1", "h200", {"num_gpus": 8, "data_parallel_size": 8, **SHARED},
+     {"--data-parallel-size": "8", "--enable-expert-parallel": None}, ("--data-parallel-size-local",), ""),
+    ("deepseek-r1", "h200", {"num_gpus": 16, **SHARED}, {"--data-parallel-size-local": "4"}, (), "2 nodes"),
+    ("qwen3-30b-a3b", "h200", {"num_gpus": 2, "data_parallel_size": 2, "enable_dp_attention": False}, {},
+     ("--data-parallel-size",), "2 servers a node"),
+    # Stages beyond a node go over Ray; nodes of replicas run the same.
+    ("llama-3.1-405b", "h100", {"num_gpus": 16},
+     {"--pipeline-parallel-size": "2", "--distributed-executor-backend": "ray"}, (), "Ray cluster of 2 nodes"),
+    ("llama-3.1-70b", "h200", {"num_gpus": 16, "tensor_parallel_size": 8}, {}, ("--data-parallel-size",),
+     "the same on each of 2 nodes"),
+    # Graphs are asked for where vLLM's own end.
+    ("llama-3.1-8b", "h200",
+     {"num_gpus": 1, "objective": "throughput", "max_num_seqs": 800, "input_len": 128, "output_len": 128},
+     {"--compilation-config": '{"max_cudagraph_capture_size": 800}'}, (), ""),
+    ("llama-3.1-8b", "h200", {}, {}, ("--compilation-config",), ""),
+    ("llama-3.1-8b", "h200", {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+     {"--compilation-config": '{"cudagraph_mode": "PIECEWISE"}'}, (), ""),
+    # What only vLLM has may be pinned.
+    ("deepseek-r1", "h200",
+     {"num_gpus": 8, "tensor_parallel_size": 8, "disable_custom_all_reduce": True, "speculative_config": MTP,
+      "compilation_config": {"cudagraph_capture_sizes": [1, 2]}},
+     {"--disable-custom-all-reduce": None, "--speculative-config": json.dumps(MTP),
+      "--compilation-config": '{"cudagraph_capture_sizes": [1, 2]}'}, (), ""),
+]  # fmt: skip
 
 
-def test_vllm_on_nvidia_needs_no_variables_and_chooses_attention_itself() -> None:
-    found = command("vllm", "llama-3.1-70b", "h200", num_gpus=8)
-    assert found.variables == ()
-    assert "--attention-backend" not in flags(found)
-
-
-@pytest.mark.parametrize(
-    ("model", "backend", "block_size"),
-    [
-        ("llama-3.1-70b", "ROCM_AITER_FA", None),
-        ("gpt-oss-120b", "ROCM_AITER_UNIFIED_ATTN", None),
-        ("deepseek-r1", "ROCM_AITER_MLA", None),
-        ("deepseek-v3.2", "ROCM_AITER_MLA_SPARSE", "1"),
-    ],
-)
-def test_attention_on_amd_follows_the_model(model: str, backend: str, block_size: str | None) -> None:
-    found = command("vllm", model, "mi300x", num_gpus=8)
-    assert flags(found)["--attention-backend"] == backend
-    assert flags(found).get("--block-size") == block_size
-    assert ("VLLM_ROCM_USE_AITER_FP4BMM" in variables(found)) == model.startswith("deepseek")
+@pytest.mark.parametrize("row", LINES, ids=lambda row: f"{row[0]} {row[1]} {len(row[3])}")
+def test_the_line_of_vllm(row: tuple[Any, ...]) -> None:
+    model, gpu, asked, there, absent, note = row
+    found = command("vllm", model, gpu, **asked)
+    said = flags(found) | variables(found)
+    assert {name: said.get(name, "absent") for name in there} == there
+    assert not said.keys() & set(absent)
+    notes = " ".join(found.notes)
+    assert note in notes
+    assert len(found.lines) == 1 or f"{len(found.lines)} servers a node" in notes
 
 
 def test_replicas_of_a_dense_model_are_one_vllm_and_several_headraces() -> None:
@@ -131,58 +152,7 @@ def test_replicas_of_a_dense_model_are_one_vllm_and_several_headraces() -> None:
     lines = command("headrace", **asked).lines
     assert [line.split()[0] for line in lines] == ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"]
     assert [line.split()[-2:] for line in lines] == [["--port", "8000"], ["--port", "8001"]]
-    amd = command("headrace", gpu="mi300x", **asked).lines
-    assert amd[1].startswith("HIP_VISIBLE_DEVICES=2,3 ")
-
-
-def test_replicas_of_a_mixture_share_no_experts() -> None:
-    found = command("vllm", "qwen3-30b-a3b", num_gpus=2, data_parallel_size=2, enable_dp_attention=False)
-    assert "--data-parallel-size" not in flags(found)
-    assert len(found.lines) == 2
-
-
-def test_ranks_that_share_experts() -> None:
-    found = command(
-        "vllm", "deepseek-r1", num_gpus=8, data_parallel_size=8, enable_dp_attention=True, enable_expert_parallel=True
-    )
-    assert flags(found)["--data-parallel-size"] == "8"
-    assert flags(found)["--enable-expert-parallel"] is None
-    assert len(found.lines) == 1
-    wide = command("vllm", "deepseek-r1", num_gpus=16, enable_dp_attention=True, enable_expert_parallel=True)
-    assert "--data-parallel-size-local" in flags(wide)
-    assert "2 nodes" in wide.notes[0]
-
-
-def test_stages_beyond_a_node_go_over_ray() -> None:
-    found = command("vllm", "llama-3.1-405b", "h100", num_gpus=16)
-    assert flags(found)["--pipeline-parallel-size"] == "2"
-    assert flags(found)["--distributed-executor-backend"] == "ray"
-    assert "Ray cluster of 2 nodes" in found.notes[0]
-
-
-def test_nodes_of_replicas_run_the_same() -> None:
-    found = command("vllm", "llama-3.1-70b", num_gpus=16, tensor_parallel_size=8)
-    assert "the same on each of 2 nodes" in found.notes[0]
-    assert "--data-parallel-size" not in flags(found)
-
-
-def test_graphs_are_asked_for_where_vllms_own_end() -> None:
-    many = command("vllm", num_gpus=1, objective="throughput", max_num_seqs=800, input_len=128, output_len=128)
-    assert json.loads(flags(many)["--compilation-config"] or "") == {"max_cudagraph_capture_size": 800}
-    assert "--compilation-config" not in flags(command("vllm"))
-    piecewise = command("vllm", compilation_config={"cudagraph_mode": "PIECEWISE"})
-    assert json.loads(flags(piecewise)["--compilation-config"] or "") == {"cudagraph_mode": "PIECEWISE"}
-
-
-def test_what_only_vllm_has_may_be_pinned() -> None:
-    found = command(
-        "vllm", "deepseek-r1", num_gpus=8, tensor_parallel_size=8, disable_custom_all_reduce=True,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
-        compilation_config={"cudagraph_capture_sizes": [1, 2]},
-    )  # fmt: skip
-    assert flags(found)["--disable-custom-all-reduce"] is None
-    assert json.loads(flags(found)["--speculative-config"] or "")["method"] == "mtp"
-    assert json.loads(flags(found)["--compilation-config"] or "") == {"cudagraph_capture_sizes": [1, 2]}
+    assert command("headrace", gpu="mi300x", **asked).lines[1].startswith("HIP_VISIBLE_DEVICES=2,3 ")
 
 
 def test_a_backend_is_one_engines_name() -> None:

@@ -30,16 +30,24 @@ def expected(fact: WorkerFacts = H200, num_pages: int = 50_000, device: str = "c
     return expect(config, MODEL, [fact], num_pages)
 
 
-@pytest.mark.parametrize(("objective", "at_once"), [(None, 32), ("latency", 1), ("throughput", 625)])
-def test_traffic_of_which_nobody_speaks_is_the_usual_one_and_said_to_be(objective: str | None, at_once: int) -> None:
-    found = expected(objective=objective)
-    assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 256, at_once)
-    assert found.source.startswith(f"usual for {objective or 'interactive'}; --expected-input-len, ")
-
-
-def test_a_short_context_has_room_for_the_usual_lengths() -> None:
-    found = expected(max_model_len=512)
-    assert (found.workload.input_len, found.workload.output_len) == (256, 128)
+@pytest.mark.parametrize(
+    ("given", "lengths", "at_once", "source"),
+    [
+        ({}, (1024, 256), 32, "usual for interactive; --expected-input-len, "),
+        ({"objective": "latency"}, (1024, 256), 1, "usual for latency; --expected-input-len, "),
+        ({"objective": "throughput"}, (1024, 256), 625, "usual for throughput; --expected-input-len, "),
+        ({"max_model_len": 512}, (256, 128), 32, "usual for interactive; "),
+        ({"expected_output_len": 100}, (1024, 100), 32,
+         "flags and usual values; --expected-input-len, --expected-concurrency would say otherwise"),
+    ],
+)  # fmt: skip
+def test_traffic_of_which_nobody_speaks_is_the_usual_one_and_said_to_be(
+    given: dict[str, Any], lengths: tuple[int, int], at_once: int, source: str
+) -> None:
+    found = expected(**given)
+    load = found.workload
+    assert ((load.input_len, load.output_len), load.concurrency) == (lengths, at_once)
+    assert found.source.startswith(source)
 
 
 def test_every_family_that_is_served_is_predicted() -> None:
@@ -116,12 +124,6 @@ def test_the_same_prediction_as_the_plan() -> None:
     made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="h200", input_len=512, output_len=128, concurrency=4))
     assert found.prediction.itl_ms == pytest.approx(made.prediction.itl_ms, rel=0.1)
     assert str(found).startswith("expected on NVIDIA H200 SXM, 512 in / 128 out, 4 at once (as flags say): ")
-
-
-def test_what_is_left_open_is_as_in_a_plan() -> None:
-    found = expected(expected_output_len=100)
-    assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 100, 32)
-    assert found.source == "flags and usual values; --expected-input-len, --expected-concurrency would say otherwise"
 
 
 def test_quantized_weights_are_read_sooner() -> None:

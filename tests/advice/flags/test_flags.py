@@ -63,19 +63,16 @@ def rows() -> list[Known]:
     return list({id(known): known for table in tables for known in table.values()}.values())
 
 
-@pytest.mark.parametrize("name", ENGINE_FLAGS)
-def test_flags_of_the_guides_are_known(name: str) -> None:
-    assert find_flag(name, ("engine", "server")) is not None
-
-
-@pytest.mark.parametrize("name", BENCH_FLAGS)
-def test_flags_of_benchmarks_are_known(name: str) -> None:
-    assert find_flag(name, ("offline", "bench")) is not None
-
-
-@pytest.mark.parametrize("name", QUANTIZE_FLAGS)
-def test_flags_of_the_quantizer_are_known(name: str) -> None:
-    assert find_flag(name, ("quantize",)) is not None
+@pytest.mark.parametrize(
+    ("name", "scopes"),
+    [
+        *((name, ("engine", "server")) for name in ENGINE_FLAGS),
+        *((name, ("offline", "bench")) for name in BENCH_FLAGS),
+        *((name, ("quantize",)) for name in QUANTIZE_FLAGS),
+    ],
+)
+def test_flags_of_the_guides_are_known(name: str, scopes: tuple[str, ...]) -> None:
+    assert find_flag(name, scopes) is not None
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -98,10 +95,13 @@ def test_every_row_says_what_it_does_and_what_becomes_of_it(known: Known) -> Non
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig], ids=lambda config: config.__name__)
-def test_knobs_bring_their_own_rows(config: type) -> None:
+def test_knobs_bring_their_own_rows_with_bounds_and_choices(config: type) -> None:
     for field in dataclasses.fields(config):
-        found = find_flag("--" + field.name, ("engine", "server"))
-        assert found.known.fate == "ours", field.name
+        known = find_flag("--" + field.name, ("engine", "server")).known
+        kind, meta = known.kind, field.metadata
+        assert known.fate == "ours", field.name
+        assert kind.choices == tuple(map(str, meta["choices"] or ()))
+        assert (kind.minimum, kind.maximum) == (meta["minimum"], meta["maximum"])
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,6 @@ def test_values_are_judged_by_the_engine_that_reads_them(
         assert problem is None or problem.startswith(wanted or "")
 
 
-def test_what_config_allows_is_allowed_here() -> None:
-    """The rows of knobs carry the bounds and choices of config.py."""
-    for config in (EngineConfig, ServerConfig):
-        for field in dataclasses.fields(config):
-            found = find_flag("--" + field.name, ("engine", "server"))
-            kind, meta = found.known.kind, field.metadata
-            assert kind.choices == tuple(map(str, meta["choices"] or ()))
-            assert (kind.minimum, kind.maximum) == (meta["minimum"], meta["maximum"])
-
-
 def test_notes_name_the_setting_and_the_reason() -> None:
     assert judged("--swap-space", "16") == Note("--swap-space 16", "preempted requests are recomputed, not swapped")
     note = judged("RCCL_DEBUG", "INFO")
@@ -282,14 +272,11 @@ def test_the_notice_is_compact() -> None:
 
 
 @pytest.mark.parametrize("name", ["ROCM_AITER_FA", "rocm_aiter_unified_attn", "ROCM_ATTN", "FLASH_ATTN"])
-def test_ordinary_attention_of_others_is_ours(name: str) -> None:
+@pytest.mark.parametrize("other", ["TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_MLA", "NONSENSE"])
+def test_ordinary_attention_of_others_is_ours(name: str, other: str) -> None:
+    """The table of backends knows its own, and refuses latent attention that a model does not have."""
     assert foreign_value("--attention-backend", name) is not None
-
-
-@pytest.mark.parametrize("name", ["TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_MLA", "NONSENSE"])
-def test_other_backends_reach_the_table_of_backends(name: str) -> None:
-    """Which knows its own, and refuses latent attention that a model does not have."""
-    assert foreign_value("--attention-backend", name) is None
+    assert foreign_value("--attention-backend", other) is None
 
 
 def test_human_numbers() -> None:
