@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
 
@@ -23,19 +22,6 @@ def better(text: str, gpu: str | None = None) -> str:
     return explained(text, gpu).better["vllm"]
 
 
-def test_dotted_keys_are_one_object() -> None:
-    line = better(
-        "vllm serve m --speculative-config.method=eagle3 --speculative-config.model=X "
-        "--speculative-config.num_speculative_tokens=2 -cc.cudagraph_mode FULL -cc.mode 3"
-    )
-    assert shlex.split(line)[3:] == [
-        "--speculative-config",
-        '{"method": "eagle3", "model": "X", "num_speculative_tokens": 2}',
-        "-cc",
-        '{"cudagraph_mode": "FULL", "mode": 3}',
-    ]
-
-
 def test_what_the_shell_fills_in_is_unknown_and_stays() -> None:
     whole = explained("vllm serve $MODEL --port ${PORT:-8000} -tp $(nvidia-smi -L | wc -l) --dtype `cat dtype`", "h200")
     assert [found.verdict for found in whole.answers] == ["unknown"] * 3
@@ -49,12 +35,6 @@ def test_words_that_may_be_flags_stay_as_they_are() -> None:
     whole = explained('vllm serve m $FLAGS "$@"')
     assert [(found.title, found.verdict) for found in whole.findings] == [("words", "unknown"), ("model", "unknown")]
     assert whole.better["vllm"] == 'vllm serve m $FLAGS "$@"'
-
-
-def test_several_words_of_a_flag_stay_bare() -> None:
-    assert better("vllm serve m --served-model-name $NAMES 'a b' --port 1").endswith(
-        "--served-model-name $NAMES 'a b' --port 1"
-    )
 
 
 @pytest.mark.parametrize(
@@ -90,20 +70,45 @@ def test_a_file_of_flags_is_no_model() -> None:
     assert better(f"vllm serve {LLAMA} --config c.yaml --port 1") == f"vllm serve {LLAMA} --config c.yaml --port 1"
 
 
-@pytest.mark.parametrize(
-    ("text", "gpu", "expected"),
-    [
-        (f"vllm serve {LLAMA} -tp 3", None, f"vllm serve {LLAMA} --tensor-parallel-size 2"),
-        (f"vllm serve {LLAMA} -tp 3", "h200", f"vllm serve {LLAMA} --tensor-parallel-size 2"),
-        (f"CUDA_VISIBLE_DEVICES=1 vllm serve {LLAMA} -tp 3", "h200", f"CUDA_VISIBLE_DEVICES=1 vllm serve {LLAMA}"),
-        (f"CUDA_VISIBLE_DEVICES=0,1,2 vllm serve {LLAMA} -tp 4", "h200",
-         f"CUDA_VISIBLE_DEVICES=0,1,2 vllm serve {LLAMA} --tensor-parallel-size 2"),
-        ("vllm serve meta-llama/Llama-3.1-70B -tp 3", "h100",
-         "vllm serve meta-llama/Llama-3.1-70B --tensor-parallel-size 2 --max-model-len 13312"),
-    ],
-)  # fmt: skip
-def test_a_split_that_cannot_be_is_replaced_by_one_that_can(text: str, gpu: str | None, expected: str) -> None:
+LARGE = "vllm serve meta-llama/Llama-3.1-70B"
+BETTER = [
+    # A split that cannot be is replaced by one that can.
+    (f"vllm serve {LLAMA} -tp 3", None, f"vllm serve {LLAMA} --tensor-parallel-size 2"),
+    (f"vllm serve {LLAMA} -tp 3", "h200", f"vllm serve {LLAMA} --tensor-parallel-size 2"),
+    (f"CUDA_VISIBLE_DEVICES=1 vllm serve {LLAMA} -tp 3", "h200", f"CUDA_VISIBLE_DEVICES=1 vllm serve {LLAMA}"),
+    (f"CUDA_VISIBLE_DEVICES=0,1,2 vllm serve {LLAMA} -tp 4", "h200",
+     f"CUDA_VISIBLE_DEVICES=0,1,2 vllm serve {LLAMA} --tensor-parallel-size 2"),
+    (f"{LARGE} -tp 3", "h100", f"{LARGE} --tensor-parallel-size 2 --max-model-len 13312"),
+    # Dotted keys are one object; several words of a flag stay bare; flags that add up do, of others the last counts.
+    (("vllm serve m --speculative-config.method=eagle3 --speculative-config.model=X "
+     "--speculative-config.num_speculative_tokens=2 -cc.cudagraph_mode FULL -cc.mode 3"), None,
+     ("vllm serve m --speculative-config '{\"method\": \"eagle3\", \"model\": \"X\", \"num_speculative_tokens\": 2}' "
+     "-cc '{\"cudagraph_mode\": \"FULL\", \"mode\": 3}'")),
+    ("vllm serve m --served-model-name $NAMES 'a b' --port 1", None,
+     "vllm serve m --served-model-name $NAMES 'a b' --port 1"),
+    ("vllm serve m --middleware a.b --middleware c.d", None, "vllm serve m --middleware a.b --middleware c.d"),
+    ("vllm serve m --port 1 --port 2", None, "vllm serve m --port 2"),
+    # Variables that nothing is known of stay; secrets are hidden but where the shell fills them in.
+    ("MODEL=m; LD_LIBRARY_PATH=/a:/b MY_TOKEN=hidden vllm serve $MODEL --port 1", None,
+     "LD_LIBRARY_PATH=/a:/b MY_TOKEN=*** vllm serve m --port 1"),
+    ('HF_TOKEN=$TOKEN VLLM_API_KEY=${KEY:-hidden} vllm serve m --api-key "$KEY" $(cat key)', None,
+     'HF_TOKEN="$TOKEN" VLLM_API_KEY=*** vllm serve m --api-key ***'),
+    # Variables taken from outside a container still are.
+    ("docker run -e HF_TOKEN -eNCCL_DEBUG vllm/vllm-openai --model m", None,
+     'HF_TOKEN="$HF_TOKEN" NCCL_DEBUG="$NCCL_DEBUG" vllm serve m'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "gpu", "expected"), BETTER)
+def test_the_better_line(text: str, gpu: str | None, expected: str) -> None:
     assert better(text, gpu) == expected
+
+
+def test_headrace_gets_a_line_of_its_own() -> None:
+    text = "headrace serve m --served-model-name a b --served-model-name c"
+    assert explained(text).better["headrace"] == text
+    whole = explained("MODEL=m; LD_LIBRARY_PATH=/a:/b MY_TOKEN=hidden vllm serve $MODEL --port 1")
+    assert whole.better["headrace"].startswith("LD_LIBRARY_PATH=/a:/b MY_TOKEN=*** headrace serve m")
 
 
 @pytest.mark.parametrize(
@@ -127,37 +132,6 @@ def test_no_better_line_has_anything_wrong(model: str, tp: int, gpu: str) -> Non
     for text in explained(f"vllm serve {model} -tp {tp} --max-num-seqs 0 --block-size 7", gpu).better.values():
         again = explained(text, gpu)
         assert "wrong" not in [*(a.verdict for a in again.answers), *(f.verdict for f in again.findings)], text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "vllm serve m --middleware a.b --middleware c.d",
-        "headrace serve m --served-model-name a b --served-model-name c",
-    ],
-)
-def test_flags_that_add_up_do(text: str) -> None:
-    assert text in explained(text).better.values()
-
-
-def test_of_others_the_last_counts() -> None:
-    assert better("vllm serve m --port 1 --port 2") == "vllm serve m --port 2"
-
-
-def test_variables_that_nothing_is_known_of_stay() -> None:
-    whole = explained("MODEL=m; LD_LIBRARY_PATH=/a:/b MY_TOKEN=hidden vllm serve $MODEL --port 1")
-    assert whole.better["vllm"] == "LD_LIBRARY_PATH=/a:/b MY_TOKEN=*** vllm serve m --port 1"
-    assert whole.better["headrace"].startswith("LD_LIBRARY_PATH=/a:/b MY_TOKEN=*** headrace serve m")
-
-
-def test_secrets_that_the_shell_fills_in_need_not_be_hidden() -> None:
-    line = better('HF_TOKEN=$TOKEN VLLM_API_KEY=${KEY:-hidden} vllm serve m --api-key "$KEY" $(cat key)')
-    assert line == 'HF_TOKEN="$TOKEN" VLLM_API_KEY=*** vllm serve m --api-key ***'
-
-
-def test_variables_taken_from_outside_a_container_still_are() -> None:
-    line = better("docker run -e HF_TOKEN -eNCCL_DEBUG vllm/vllm-openai --model m")
-    assert line == 'HF_TOKEN="$HF_TOKEN" NCCL_DEBUG="$NCCL_DEBUG" vllm serve m'
 
 
 SAME = [

@@ -35,32 +35,32 @@ def test_planned_lines_fit(model: str, gpu: str, count: int, objective: str, eng
                 assert not wrong, line
 
 
-def test_data_parallel_ranks_of_a_mixture_share_its_experts() -> None:
-    line = "vllm serve deepseek-ai/DeepSeek-R1 --data-parallel-size 8"
-    for text in (line, f"{line} --enable-expert-parallel"):
-        found = memory(text, "h200")
-        assert found.verdict == "fine"
-        assert "weights on each of 8 NVIDIA H200" in found.text
-        assert "627 GiB" not in found.text
+R1, LLAMA70 = "vllm serve deepseek-ai/DeepSeek-R1", "meta-llama/Llama-3.1-70B"
+COUNTED = [
+    # line, gpu, verdict, part of what is said
+    # Data-parallel ranks of a mixture share its experts (627 GiB in all); replicas of a dense model hold it whole.
+    (f"{R1} --data-parallel-size 8", "h200", "fine", "weights on each of 8 NVIDIA H200"),
+    (f"{R1} --data-parallel-size 8 --enable-expert-parallel", "h200", "fine", "weights on each of 8 NVIDIA H200"),
+    (f"vllm serve {LLAMA70} --data-parallel-size 8", "h100", "wrong", ""),
+    # headrace shortens the context where no length is given.
+    (f"headrace serve {LLAMA70}", "mi300x", "fine", "to which the context is cut from 131,072"),
+    (f"headrace serve {LLAMA70} --max-model-len 131072", "mi300x", "wrong", ""),
+    (f"headrace serve {LLAMA70}", "h100", "wrong", ""),
+    (f"vllm serve {LLAMA70}", "mi300x", "wrong", ""),
+    ("vllm serve Qwen/Qwen3-32B", "h100", "wrong", "61.0 GiB"),
+    ("vllm serve Qwen/Qwen3-32B --dtype float32", "h100", "wrong", "122 GiB"),
+]
 
 
-def test_replicas_of_a_dense_model_hold_it_whole() -> None:
-    assert memory("vllm serve meta-llama/Llama-3.1-70B --data-parallel-size 8", "h100").verdict == "wrong"
-
-
-def test_headrace_shortens_the_context_where_no_length_is_given() -> None:
-    line = "headrace serve meta-llama/Llama-3.1-70B"
-    found = memory(line, "mi300x")
-    assert found.verdict == "fine"
-    assert "to which the context is cut from 131,072" in found.text
-    assert memory(f"{line} --max-model-len 131072", "mi300x").verdict == "wrong"
-    assert memory(line, "h100").verdict == "wrong"
-    assert memory(line.replace("headrace", "vllm"), "mi300x").verdict == "wrong"
+@pytest.mark.parametrize(("text", "gpu", "verdict", "part"), COUNTED)
+def test_memory_is_counted_as_engines_spread_a_model(text: str, gpu: str, verdict: str, part: str) -> None:
+    found = memory(text, gpu)
+    assert (found.verdict, part in found.text, "627 GiB" in found.text) == (verdict, True, False), found.text
 
 
 def test_more_gpus_are_advised_as_the_ranks_share_the_experts() -> None:
     """Two ranks with four GPUs each hold what one rank with eight does."""
-    found = memory("vllm serve deepseek-ai/DeepSeek-R1 --data-parallel-size 2 --max-model-len 8192", "h200")
+    found = memory(f"{R1} --data-parallel-size 2 --max-model-len 8192", "h200")
     assert (found.verdict, found.add) == ("wrong", "--tensor-parallel-size 4")
 
 
@@ -68,11 +68,5 @@ def test_a_shorter_context_that_is_advised_fits() -> None:
     """Also where windows make a sequence's cache grow in two slopes."""
     line = "vllm serve meta-llama/Llama-4-Scout-17B-16E-Instruct -tp 8"
     found = memory(line, "h100")
-    assert found.verdict == "wrong"
-    assert "--max-model-len" in found.add
+    assert (found.verdict, "--max-model-len" in found.add) == ("wrong", True)
     assert memory(f"{line} {found.add}", "h100").verdict == "fine"
-
-
-def test_float32_weighs_twice_as_much() -> None:
-    assert "61.0 GiB" in memory("vllm serve Qwen/Qwen3-32B", "h100").text
-    assert "122 GiB" in memory("vllm serve Qwen/Qwen3-32B --dtype float32", "h100").text
