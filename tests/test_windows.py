@@ -1,5 +1,5 @@
-"""Models with sliding windows, in all layers or in some: prompts in chunks, prefixes from the cache, preemption and
-blocks that go back change no token of transformers' own."""
+"""Models of every family, many with sliding windows in all layers or in some: prompts in chunks, prefixes from the
+cache, preemption and blocks that go back change no token of transformers' own, whatever the size of a block."""
 
 from __future__ import annotations
 
@@ -12,17 +12,31 @@ import torch
 from headrace import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent / "models"))
-from tiny_configs import BASE, best_tokens, save_tiny_model
+from tiny_configs import BASE, VARIANTS, best_tokens, save_tiny_model
 
 NEW_TOKENS = 24
 EOS = BASE["eos_token_id"]
 
 
+SLIDING = [("MistralForCausalLM", "sliding"), ("Qwen2ForCausalLM", "upper-sliding")]
+OTHERS = [
+    (name, next(iter(variants)))
+    for name, variants in VARIANTS.items()
+    if name not in dict(SLIDING) and not name.endswith("ForConditionalGeneration")
+]
+BLOCK_SIZES = (16, 1, 64)
+"""in turn; no prompts have a whole block of 64 tokens in common"""
+
+
 @pytest.mark.parametrize(
-    "case", [("MistralForCausalLM", "sliding"), ("Qwen2ForCausalLM", "upper-sliding")], ids=lambda case: "-".join(case)
+    ("case", "block_size", "ranks"),
+    [
+        *((case, 16, ranks) for case in SLIDING for ranks in (1, 2)),
+        *((case, BLOCK_SIZES[place % len(BLOCK_SIZES)], 1) for place, case in enumerate(OTHERS)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_are_transformers_own(case: tuple[str, str], ranks: int, tmp_path: Path) -> None:
+def test_tokens_are_transformers_own(case: tuple[str, str], block_size: int, ranks: int, tmp_path: Path) -> None:
     reference = save_tiny_model(*case, tmp_path)
     generator = torch.Generator().manual_seed(3)
     shared = torch.randint(3, 100, (40,), generator=generator).tolist()
@@ -32,12 +46,13 @@ def test_tokens_are_transformers_own(case: tuple[str, str], ranks: int, tmp_path
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
     with LLM(
         str(tmp_path), dtype="float32", device="cpu", skip_tokenizer_init=True, tensor_parallel_size=ranks,
-        max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_gpu_blocks_override=12,
+        block_size=block_size, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96,
+        num_gpu_blocks_override=max(3, 192 // block_size),
     ) as llm:  # fmt: skip
         for _ in range(2):
             found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             assert all(len(tokens) == NEW_TOKENS for tokens in found)
             assert found == [best_tokens(reference, *both, never=EOS) for both in zip(prompts, found, strict=True)]
         stats = llm.stats()
-        assert stats.prefix_cache_hits > 0
-        assert stats.num_preemptions > 0 or ranks > 1
+        assert stats.prefix_cache_hits > 0 or block_size > 16
+        assert stats.num_preemptions > 0 or ranks > 1 or block_size != 16

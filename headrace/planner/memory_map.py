@@ -206,7 +206,8 @@ def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str
         for part, size in sizes.items():
             sums[part] += count * size
     sums["norms"] += sum(one.plain_bytes(plain) for one in shape.spec.norm_parameters)
-    sums["extra"] = shape.spec.vision_weights * plain / tp
+    loads_vision = deployment.holds_on is None  # as vLLM does; headrace skips it
+    sums["extra"] = shape.spec.vision_weights * plain / tp if loads_vision else 0.0
     if speculates:
         sums["extra"] += shape.spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}}

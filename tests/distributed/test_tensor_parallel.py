@@ -12,18 +12,15 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "models"))
 from driver import Driver  # noqa: E402
 from mixed_format import quantize  # noqa: E402
-from tiny_configs import save_tiny_model  # noqa: E402
+from tiny_configs import VARIANTS, save_tiny_model  # noqa: E402
 from tp_rank import check_two, run, run_two  # noqa: E402
 
 CASES = [
     ("LlamaForCausalLM", "biases"),
     ("LlamaForCausalLM", "mqa-odd-vocab"),  # one KV head, held by both ranks; 101 rows of vocabulary
-    ("MistralForCausalLM", "sliding"),
     ("Qwen2ForCausalLM", "tied"),
-    ("Qwen3ForCausalLM", "full"),
-    ("MixtralForCausalLM", "full"),
     ("Qwen2MoeForCausalLM", "dense-layers"),  # the shared expert is summed before the ranks are
-    ("Qwen3MoeForCausalLM", "full"),
+    *((architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()),
 ]
 
 

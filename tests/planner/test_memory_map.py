@@ -21,6 +21,7 @@ from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.model_spec import total
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
+from headrace.models.registry import SERVED
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
@@ -29,6 +30,7 @@ from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, rank_shares, shape_of
 from headrace.planner.weights import layer_bytes
 from tests.models.driver import make_context
+from tests.models.tiny_configs import VARIANTS, tiny_config
 from tests.planner.planner_cases import mapped
 
 H200, MI300X, H100 = CHIPS["h200"], CHIPS["mi300x"], CHIPS["h100"]
@@ -152,6 +154,19 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=0.05)
     counted = mapped(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
     assert counted == held()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("architecture", SERVED)
+def test_weights_of_every_family_are_those_of_the_layers_that_are_built(architecture: str, tp: int) -> None:
+    config = tiny_config(architecture, next(iter(VARIANTS[architecture].values()))).to_dict()
+    config["architectures"] = [architecture]
+    built = ModelConfig.from_dict(config)
+    model = build_model(built, make_context(built, Mesh(Group(0, tp)), torch.bfloat16))
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    for layer in layers:
+        layer.create_weights(torch.device("meta"))
+    assert mapped(shape_of(config, "tiny"), H200, Parallel(tp=tp)).weight_bytes == sum(map(weight_bytes, layers))
 
 
 @pytest.mark.parametrize(("tp", "fullest"), [(1, 0), (2, 0), (4, 1), (8, 3)])

@@ -271,7 +271,6 @@ def test_nothing_is_summed_on_one_gpu() -> None:
 
 GAPS = [
     ("deepseek-v3", {}, "headrace has no DeepseekV3ForCausalLM yet"),
-    ("gemma-3-27b", {}, "headrace has no Gemma3ForConditionalGeneration yet"),
     ("llama-3.1-8b", {"pipeline_parallel_size": 2}, "no pipeline parallelism yet"),
     ("llama-3.1-8b", {"speculative_config": {"method": "ngram"}}, "does not speculate yet"),
     ("qwen3-30b-a3b", {"enable_expert_parallel": True, "num_gpus": 2}, "no expert parallelism yet"),
