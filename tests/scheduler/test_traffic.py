@@ -361,7 +361,7 @@ def random_traffic(data: st.DataObject) -> None:
     Traffic(config, scripts, depth, drafts).run(operations)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_traffic(data: st.DataObject) -> None:
     random_traffic(data)

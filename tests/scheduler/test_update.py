@@ -1,4 +1,6 @@
-"""What results do to a request: tokens, ends, logprobs, errors, aborts; also when steps run ahead of results."""
+"""What results do to a request: ends, errors, aborts, drafts; also when steps run ahead of results.
+
+That requests get their tokens and scores, and when, is what test_traffic.py asserts of random histories."""
 
 from __future__ import annotations
 
@@ -39,12 +41,6 @@ def test_length() -> None:
     assert (second.new_token_ids, second.finish_reason) == ([7], FinishReason.LENGTH)
 
 
-def test_length_by_max_model_len() -> None:
-    scheduler = make_scheduler(max_model_len=6)
-    scheduler.add_request(make_request("a", 4, max_tokens=50))
-    assert [output.finish_reason for output in run_to_end(scheduler)] == [None, FinishReason.LENGTH]
-
-
 @pytest.mark.parametrize(("token", "told"), [(EOS, None), (USER_STOP, USER_STOP)])
 def test_stop_tokens_end_a_request_and_stay_in_its_output(token: int, told: int | None) -> None:
     scheduler = make_scheduler()
@@ -65,41 +61,6 @@ def test_a_stop_counts_as_stop_even_where_the_length_is_reached() -> None:
     assert output.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_before_min_tokens_is_none() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3, stop_token_ids=[EOS], min_tokens=3))
-    (second,) = feed(scheduler, EOS, EOS)
-    assert second.finish_reason is None
-    (third,) = feed(scheduler, EOS)
-    assert third.finish_reason is FinishReason.STOP
-
-
-# ---- logprobs
-
-
-def test_logprobs_go_to_the_request_that_asked() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("plain", 2))
-    scheduler.add_request(make_request("asked", 2, logprobs=0))
-    step = scheduler.schedule()
-    plain, asked = scheduler.update(step, RunnerOutput(step.step, [7, 8], [None, entry(8)]))
-    assert plain.new_logprobs == []
-    assert asked.new_logprobs == [entry(8)]
-
-
-def test_prompt_logprobs_come_as_chunks_complete() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.add_request(make_request("a", [10, 11, 12, 13, 14, 15], prompt_logprobs=0))
-    step = scheduler.schedule()
-    (chunk,) = scheduler.update(step, RunnerOutput(0, [], [], {0: [entry(t) for t in (11, 12, 13, 14)]}))
-    assert chunk.new_token_ids == []
-    assert [e.token_ids for e in chunk.new_prompt_logprobs] == [[11], [12], [13], [14]]
-    step = scheduler.schedule()
-    (last,) = scheduler.update(step, RunnerOutput(1, [7], [], {0: [entry(15)]}))
-    assert last.new_token_ids == [7]
-    assert last.new_prompt_logprobs == [entry(15)]
-
-
 # ---- steps ahead of results
 
 
@@ -112,40 +73,6 @@ def test_the_next_step_computes_the_token_in_flight() -> None:
     for step in steps:
         scheduler.update(step, results(step))
     assert scheduler.requests["a"].num_inflight == 0
-
-
-def test_no_sample_is_scheduled_beyond_the_length() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3, max_tokens=2))
-    steps = [scheduler.schedule(), scheduler.schedule()]
-    assert scheduler.schedule() is None, "both tokens are in flight"
-    assert scheduler.has_work()
-    assert [scheduler.update(step, results(step))[0].finish_reason for step in steps] == [None, FinishReason.LENGTH]
-
-
-def test_a_token_sampled_after_the_stop_is_dropped() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("stops", 3, stop_token_ids=[EOS]))
-    scheduler.add_request(make_request("goes on", 3))
-    first, second = scheduler.schedule(), scheduler.schedule()
-    scheduler.update(first, RunnerOutput(first.step, [EOS, 7]))
-    scheduler.add_request(make_request("heir", 3))  # takes the freed row before the old result is back
-    third = scheduler.schedule()
-    assert (third.freed_rows, third.new_rows[0].row) == ([0], 0)
-    outputs = scheduler.update(second, RunnerOutput(second.step, [8, 9]))
-    assert [(output.request_id, output.new_token_ids) for output in outputs] == [("goes on", [9])]
-    scheduler.update(third, results(third))
-    assert scheduler.requests["heir"].token_ids == [100, 101, 102, 7]
-
-
-def test_tokens_in_flight_are_not_cached() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3))
-    steps = [scheduler.schedule() for _ in range(2)]  # the second fills the first block
-    scheduler.update(steps[0], results(steps[0]))
-    assert scheduler.requests["a"].num_registered_blocks == 0
-    scheduler.update(steps[1], results(steps[1]))
-    assert scheduler.requests["a"].num_registered_blocks == 1
 
 
 # ---- aborts
@@ -309,15 +236,3 @@ def test_tokens_beyond_the_end_are_dropped(tokens: list[int], kept: list[int], r
     (output,) = scheduler.update(scheduler.schedule(), RunnerOutput(1, tokens, num_sampled=[4]))
     assert (output.new_token_ids, output.finish_reason) == (kept, reason)
     assert scheduler.kv_cache.pages.pools[0].num_held == 0
-
-
-def test_a_decode_without_room_for_drafts_before_max_model_len_has_none() -> None:
-    scheduler = make_scheduler(max_model_len=8, num_drafts=3, num_blocks=2)
-    scheduler.add_request(make_request("a", 4, max_tokens=9))
-    run_step(scheduler)
-    first = scheduler.schedule()
-    assert (first.num_scheduled_tokens, first.num_drafts) == ([4], [3])
-    assert scheduler.schedule() is None  # it has ended, if all are right
-    scheduler.update(first, RunnerOutput(1, [7], num_sampled=[1]))
-    second = scheduler.schedule()
-    assert (second.num_scheduled_tokens, second.num_drafts) == ([1], [])
