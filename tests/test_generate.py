@@ -36,12 +36,14 @@ VARIANTS = {
     "a budget of 16 tokens": {"max_num_batched_tokens": 16},
     "no prefix caching": {"enable_prefix_caching": False},
     "blocks of 1": {"block_size": 1},
-    "blocks of 64": {"block_size": 64},
     "no chunked prefill": {"enable_chunked_prefill": False},
-    "no async scheduling": {"async_scheduling": False},
-    "one at a time": {"max_num_seqs": 1},
     "a pool that forces preemption": {"num_gpu_blocks_override": 14, "max_model_len": 192},
     "two tensor-parallel ranks": {"tensor_parallel_size": 2},
+}
+MORE_VARIANTS = {
+    "blocks of 64": {"block_size": 64},
+    "no async scheduling": {"async_scheduling": False},
+    "one at a time": {"max_num_seqs": 1},
 }
 
 
@@ -73,10 +75,12 @@ def prompt_ids() -> list[list[int]]:
     return [tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_VARIANTS)]
+)
 def test_greedy_tokens_equal_transformers(variant: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=NEVER)
-    llm = LLM(model="demo", dtype="float32", **VARIANTS[variant])
+    llm = LLM(model="demo", dtype="float32", **(VARIANTS | MORE_VARIANTS)[variant])
     try:
         for _ in range(2):  # cold, then warm
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -120,24 +124,10 @@ def test_the_command_writes_one_json_line_a_completion() -> None:
 
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="the folder of golden outputs is not beside this repository")
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["--max-num-batched-tokens", "16"],
-        ["--no-enable-prefix-caching"],
-        ["--block-size", "1"],
-        ["--block-size", "64"],
-        ["--num-gpu-blocks-override", "24", "--max-model-len", "256"],
-        ["--tensor-parallel-size", "2"],
-    ],
-    ids=lambda flags: " ".join(flags) or "plain",
-)
-def test_golden_tokens(flags: list[str]) -> None:
+def test_golden_tokens() -> None:
     cases = json.loads((GOLDEN / "golden.json").read_text())["cases"]
     prompts = [word for case in cases for word in ("--prompt", case["prompt"])]
-    lines = generate(os.fspath(GOLDEN), "--dtype", "float32", "--temperature", "0", "--max-tokens", "100", *flags,
-                     *prompts)  # fmt: skip
+    lines = generate(os.fspath(GOLDEN), "--dtype", "float32", "--temperature", "0", "--max-tokens", "100", *prompts)
     assert [line["token_ids"] for line in lines] == [case["output_ids"] for case in cases]
     # The recorded texts were decoded by themselves, which drops the space between prompt and continuation.
     assert [str(line["text"]).strip() for line in lines] == [case["output_text"].strip() for case in cases]

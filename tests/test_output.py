@@ -59,19 +59,20 @@ def test_nothing_that_prints_notices_a_reader_that_has_left(unread: int) -> None
     assert run("-c", CHATTER, stdout=unread, stderr=unread) == (7, None, None)
 
 
-COMMANDS = [["--help"], ["explain", "vllm serve x"], ["plan", "llama-3.1-8b", "--gpu", "h200", "--json"]]
+EXPLAIN = ["explain", "vllm serve x"]
+PLAN = ["plan", "llama-3.1-8b", "--gpu", "h200", "--json"]
 
 
 @pytest.mark.parametrize(
-    ("redirect", "reason"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+    ("command", "redirect", "reason"),
+    [(["--help"], ">/dev/full", "No space left on device"), (EXPLAIN, ">&-", "Bad file descriptor")],
 )
-@pytest.mark.parametrize("command", COMMANDS[:2], ids=" ".join)
 def test_a_command_says_that_its_product_is_lost(command: list[str], redirect: str, reason: str) -> None:
     said = f"headrace: error: standard output cannot be written: {reason}\n"
     assert run("-m", "headrace.cli.main", *command, redirect=redirect) == (1, "", said)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", [EXPLAIN, PLAN], ids=" ".join)
 def test_a_command_whose_reader_has_left_ends_quietly(command: list[str], unread: int) -> None:
     assert run("-m", "headrace.cli.main", *command, stdout=unread) == (1, None, "")
 

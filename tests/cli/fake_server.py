@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,16 +108,3 @@ def running(fake: FakeServer) -> Iterator[FakeServer]:
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
-
-
-if __name__ == "__main__":
-    # PORT SECONDS_BETWEEN_TOKENS: a process of its own, to find out how many tokens a second the client takes.
-    import uvloop
-
-    async def forever() -> None:
-        server = await asyncio.start_server(
-            FakeServer(chunk_delay=float(sys.argv[2])).handle, "127.0.0.1", int(sys.argv[1])
-        )
-        await server.serve_forever()
-
-    uvloop.run(forever())

@@ -78,6 +78,7 @@ MISTAKES = [
     ("--max-model-len", "--max-model-len expected one argument"),
     ("-tp two", "--tensor-parallel-size must be a whole number"),
     ("--dtype int4", "--dtype must be one of auto, half, float16, bfloat16, float, float32; got 'int4'"),
+    ("--num-gpu-blocks-override 0", "--num-gpu-blocks-override must be at least 1, got 0"),
     ("--block-size 17", "--block-size must be one of 1, 16, 32, 64; got 17"),
     ("--gpu-memory-utilization much", "--gpu-memory-utilization must be a number, got 'much'"),
     ("--enforce-eager=maybe", "--enforce-eager must be true or false, got 'maybe'"),

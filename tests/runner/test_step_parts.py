@@ -73,15 +73,24 @@ class Shortage:
         return logits
 
 
-@pytest.fixture(autouse=True)
-def weights_that_tell_tokens_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """What is served with memory for all."""
+    return serve(make_core(make_runner("llama", "NONE"), num_blocks=26))
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("most", [20, 7, 1])
-def test_the_same_tokens_from_parts_of_steps(mode: str, most: int) -> None:
-    expected = serve(make_core(make_runner("llama", "NONE"), num_blocks=26))
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [
+        ("NONE", 7),
+        ("FULL_AND_PIECEWISE", 20),
+        *(pytest.param("NONE", most, marks=pytest.mark.slow) for most in (20, 1)),
+        *(pytest.param("FULL_AND_PIECEWISE", most, marks=pytest.mark.slow) for most in (7, 1)),
+    ],
+)
+def test_the_same_tokens_from_parts_of_steps(
+    mode: str, most: int, expected: tuple[dict[str, list[int]], dict[str, list[float]]]
+) -> None:
     runner = make_runner("llama", mode)
     shortage = Shortage(runner, lambda tokens, failed: tokens > most)
     core = make_core(runner, num_blocks=26)

@@ -40,69 +40,54 @@ class Bench:
         return found
 
 
-def test_many_jobs_of_one_client_hardly_delay_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_jobs_of_one_client_hardly_delay_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "THREADS", 1)
-
-    async def go() -> list[str]:
-        bench = Bench()
-        await bench.block("other")
-        for number in range(5):
-            bench.ask("greedy", str(number))
-        await asyncio.sleep(0)
-        bench.ask("modest", "modest")
-        await asyncio.sleep(0)
-        await bench.end()
-        return bench.order
-
-    assert asyncio.run(go()) == ["0", "modest", "1", "2", "3", "4"]
+    bench = Bench()
+    await bench.block("other")
+    for number in range(5):
+        bench.ask("greedy", str(number))
+    await asyncio.sleep(0)
+    bench.ask("modest", "modest")
+    await asyncio.sleep(0)
+    await bench.end()
+    assert bench.order == ["0", "modest", "1", "2", "3", "4"]
 
 
-def test_what_makes_no_grammar_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_makes_no_grammar_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "THREADS", 1)
-
-    async def go() -> list[str]:
-        bench = Bench()
-        await bench.block()
-        bench.ask("a", "grammar", makes_grammar=True)
-        await asyncio.sleep(0)
-        bench.ask("a", "plain")
-        await asyncio.sleep(0)
-        await bench.end()
-        return bench.order
-
-    assert asyncio.run(go()) == ["plain", "grammar"]
+    bench = Bench()
+    await bench.block()
+    bench.ask("a", "grammar", makes_grammar=True)
+    await asyncio.sleep(0)
+    bench.ask("a", "plain")
+    await asyncio.sleep(0)
+    await bench.end()
+    assert bench.order == ["plain", "grammar"]
 
 
-def test_one_whose_turn_does_not_come_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_whose_turn_does_not_come_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "TURN_SECONDS", 0.05)
-
-    async def go() -> list[object]:
-        bench = Bench()
-        await bench.block()
-        late = bench.ask("a", "late")
-        await asyncio.wait((late,))
-        return await bench.end()
-
-    *_, error = asyncio.run(go())
+    bench = Bench()
+    await bench.block()
+    late = bench.ask("a", "late")
+    await asyncio.wait((late,))
+    *_, error = await bench.end()
     assert isinstance(error, QueueFullError)
     assert error.retry_after == 1
     assert "within 0.05 seconds: 1 wait to be read and checked" in str(error)
 
 
-def test_one_that_leaves_neither_runs_nor_keeps_a_thread() -> None:
-    async def go() -> list[str]:
-        bench = Bench()
-        await bench.block()
-        bench.ask("a", "left")
-        await asyncio.sleep(0)
-        for task in bench.tasks:  # those that have begun run on, though nobody waits for them
-            task.cancel()
-        await asyncio.sleep(0)
-        bench.ask("a", "stayed")
-        await bench.end()
-        return bench.order
-
-    assert asyncio.run(go()) == ["stayed"]
+async def test_one_that_leaves_neither_runs_nor_keeps_a_thread() -> None:
+    bench = Bench()
+    await bench.block()
+    bench.ask("a", "left")
+    await asyncio.sleep(0)
+    for task in bench.tasks:  # those that have begun run on, though nobody waits for them
+        task.cancel()
+    await asyncio.sleep(0)
+    bench.ask("a", "stayed")
+    await bench.end()
+    assert bench.order == ["stayed"]
 
 
 @pytest.mark.parametrize("error", [RequestError("no", "field"), ValueError("a bug")])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,63 +248,54 @@ def test_events_come_whole_however_the_bytes_are_cut(size: int) -> None:
     assert seen == [b"one", b"two", b"three"]
 
 
-def test_a_closed_idle_connection_is_replaced() -> None:
-    """The server hangs up after each answer although it did not say so."""
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
-    async def scenario() -> list[int]:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-            await writer.drain()
-            await asyncio.sleep(0.01)
-            writer.close()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 5.0)
-        statuses = []
-        for pause in (0.0, 0.0, 0.05):
-            statuses.append((await client.get("/"))[0])
-            await asyncio.sleep(pause)
-        statuses.append((await client.get("/"))[0])
+@contextlib.asynccontextmanager
+async def client_of(handle: Handler, seconds: float = 5.0) -> AsyncIterator[HttpClient]:
+    """A client of a server that handles each connection so. `seconds`: for how long it waits."""
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, seconds)
+    try:
+        yield client
+    finally:
         client.close()
         server.close()
-        return statuses
 
-    assert asyncio.run(scenario()) == [200] * 4
+
+async def test_a_closed_idle_connection_is_replaced() -> None:
+    """The server hangs up after each answer although it did not say so."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await writer.drain()
+        await asyncio.sleep(0.01)
+        writer.close()
+
+    async with client_of(handle) as client:
+        for pause in (0.0, 0.0, 0.05, 0.0):
+            assert (await client.get("/"))[0] == 200
+            await asyncio.sleep(pause)
 
 
 @pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n"])
-def test_a_server_that_speaks_no_http(answer: bytes) -> None:
-    async def scenario() -> None:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            writer.close()
+async def test_a_server_that_speaks_no_http(answer: bytes) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 5.0)
-        try:
+    async with client_of(handle) as client:
+        with pytest.raises(ClientError):
             await client.get("/")
-        finally:
-            client.close()
-            server.close()
-
-    with pytest.raises(ClientError):
-        asyncio.run(scenario())
 
 
-def test_a_silent_server_times_out() -> None:
-    async def scenario() -> None:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
+async def test_a_silent_server_times_out() -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, 0.05)
-        try:
+    async with client_of(handle, 0.05) as client:
+        with pytest.raises(ClientError, match=r"no answer within 0\.05 s"):
             await client.get("/")
-        finally:
-            server.close()
-
-    with pytest.raises(ClientError, match=r"no answer within 0\.05 s"):
-        asyncio.run(scenario())

@@ -1,4 +1,5 @@
-"""Caches as they lie in memory: a layer's own, or a view of an arena whose blocks hold all layers."""
+"""Caches as they lie in memory: a layer's own, or a view of an arena whose blocks hold all layers; and how far
+results are from what they should be."""
 
 import random
 
@@ -22,3 +23,8 @@ def neighbours_are_untouched(view):
     """`view`, of `in_arena`, holds no NaN."""
     arena = view if view._base is None else view._base
     return int(arena.float().isnan().sum()) == arena.numel() - view.numel()
+
+
+def error(out, reference):
+    """The norm of the difference, relative to the reference's."""
+    return float((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -97,3 +98,12 @@ def create_dot(self, left, right, total, *options):
 quicken()
 interpreter._convert_float = convert_float
 Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, create_dot
+
+
+@pytest.fixture
+def fresh_inputs_and_poisoned_outputs():
+    """Inputs that no run had before, and memory of torch.empty that is full of NaN."""
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

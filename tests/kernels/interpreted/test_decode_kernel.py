@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from arena import in_arena, neighbours_are_untouched
+from arena import error, in_arena, neighbours_are_untouched
 from sampled import sampled
 from test_attention_kernel import any_sinks, forget_behind_window
 
@@ -15,18 +15,7 @@ from headrace.kernels.paged import Sequences
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 LENGTHS = [1, 0, 5, 37, 64, 17]
 BLOCK_SIZE = 4
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs():
-    torch.seed()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def error(out, reference):
-    return float((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
 def scattered_cache(kv_heads, head_dim, dtype):

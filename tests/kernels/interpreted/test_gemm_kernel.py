@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from arena import error
 
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
 from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
@@ -15,18 +16,7 @@ CONFIGS = [
     GemmConfig(32, 32, 64, 4, 2),
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs():
-    torch.seed()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def error(out, reference):
-    return float((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

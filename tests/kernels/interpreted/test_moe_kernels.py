@@ -24,14 +24,7 @@ SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=T
 ALONE = MoeConfig(1, Tile(16, 128, 2, 2), Tile(16, 128, 4, 1, group=2))
 ALONE_WIDE = MoeConfig(1, Tile(32, 128, 2, 1), Tile(64, 128, 2, 1, group=4))
 SORTED = MoeConfig(16, Tile(32, 256, 4, 1), Tile(128, 128, 4, 1, split=2))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_inputs_and_poisoned_outputs():
-    torch.seed()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
 def assert_same_routing(found, expected):

@@ -8,14 +8,7 @@ from headrace.kernels.table import TRITON_KERNELS as TRITON
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_inputs_and_poisoned_outputs():
-    torch.seed()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
 def assert_close(out, reference):

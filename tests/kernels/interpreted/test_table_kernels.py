@@ -15,13 +15,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = [(name, size) for name, sweep in SWEEPS.items() for size in sweep.small]
 HAS_FNUZ = "get_fp8e4b8_ty()" in inspect.getsource(interpreter)  # not in 3.6
 FP8 = [torch.float8_e4m3fn] + [torch.float8_e4m3fnuz] * HAS_FNUZ
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
