@@ -186,6 +186,10 @@ class LatentAttention:
     index_heads: int = 0
     index_dim: int = 0
     rope: Rope = Rope()
+    scale: float | None = None
+    """factor of scores; None: 1 / sqrt(head_dim)"""
+    norm: Norm = Norm()
+    """of the latents of queries and of keys and values"""
 
     kind = "mla"
     num_kv_heads = 1
@@ -212,10 +216,10 @@ class LatentAttention:
             tensors = linear("self_attn.q_proj", q, hidden, "heads", fused="qkv_a_proj")
         else:
             tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole", fused="qkv_a_proj")
-            tensors += norm("self_attn.q_a_layernorm", q_rank)
+            tensors += norm("self_attn.q_a_layernorm", q_rank, of=self.norm)
             tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
         tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole", fused="qkv_a_proj")
-        tensors += norm("self_attn.kv_a_layernorm", latent)
+        tensors += norm("self_attn.kv_a_layernorm", latent, of=self.norm)
         tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
         tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", axis=1)
         if self.sparse_top_k is not None:
@@ -342,6 +346,10 @@ class Experts:
     """each expert has a bias that is added to its weight when experts are chosen, and only then"""
     scaling: float = 1.0
     """factor of the weights of a token's experts, applied last"""
+    groups: int = 1
+    """experts are in so many groups of equal size"""
+    used_groups: int = 1
+    """a token's experts come from so many groups: those with the best expert, or with a sigmoid with the best two"""
     intermediate_size: int = 0
     """of all shared experts together, which every token uses; 0: there are none"""
     shared_gate: bool = False
@@ -362,7 +370,7 @@ class Experts:
             tensors.append(Parameter(f"{block}.{names.router}.bias", (self.num_experts,), "router", "whole"))
         if self.selection_bias:
             name = f"{block}.{names.router}.e_score_correction_bias"
-            tensors.append(Parameter(name, (self.num_experts,), "router", "whole"))
+            tensors.append(Parameter(name, (self.num_experts,), "router", "whole", wide=True))
         if self.shared_gate:
             tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:

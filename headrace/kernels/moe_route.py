@@ -47,6 +47,11 @@ class Scoring(NamedTuple):
     """# [num_experts], added to the weights for the choice alone; only with a sigmoid"""
     scaling: float = 1.0
     """a factor of the weights, applied last"""
+    groups: int = 1
+    """experts are in so many groups of equal size (DeepSeek-V2, arXiv 2405.04434)"""
+    used_groups: int = 1
+    """a token's experts come from its best so many groups. A group is as good as its best expert, or with a sigmoid as
+    its best two together."""
 
 
 SOFTMAX = Scoring()
@@ -65,9 +70,39 @@ def _max_tiles(num_pairs, num_experts, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _of_best_groups(
+    score, expert, inside, size, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr
+):
+    """Return `score` [ROWS, BLOCK_E], -inf for experts outside the best groups; of equal groups the first is better."""
+    group = expert // size
+    worth = tl.zeros(score.shape, tl.float32)  # of each expert's group
+    better = tl.zeros(score.shape, tl.int32)  # groups that are better than it
+    value = tl.where(inside, score.to(tl.float32), float("-inf"))
+    for other in tl.static_range(GROUPS):
+        worth = tl.where(group == other, _worth(value, group == other, SIGMOID), worth)
+    for other in tl.static_range(GROUPS):
+        theirs = _worth(value, group == other, SIGMOID)
+        better += ((theirs > worth) | ((theirs == worth) & (other < group))).to(tl.int32)
+    return tl.where(better < USED_GROUPS, score, float("-inf"))
+
+
+@triton.jit
+def _worth(value, members, SIGMOID: tl.constexpr):
+    """Return # [ROWS, 1]: the best of the members' values, or the sum of the best two."""
+    value = tl.where(members, value, float("-inf"))
+    best = tl.max(value, axis=1)[:, None]
+    if SIGMOID:
+        again = tl.sum((value == best).to(tl.int32), axis=1)[:, None] > 1
+        second = tl.max(tl.where(value < best, value, float("-inf")), axis=1)[:, None]
+        best += tl.where(again, best, second)
+    return best
+
+
+@triton.jit
 def _choose(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, num_tokens, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Write the choices of tokens `row` [ROWS], where less than num_tokens.
 
@@ -85,6 +120,8 @@ def _choose(
         score = 1.0 / (1.0 + tl.exp(-logits.to(tl.float32)))
         if bias_ptr is not None:
             score += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
+    if USED_GROUPS < GROUPS:
+        score = _of_best_groups(score, expert, inside, num_experts // GROUPS, SIGMOID, GROUPS, USED_GROUPS)
     BITS: tl.constexpr = score.dtype.primitive_bitwidth
     if BITS == 16:
         key = score.to(tl.int16, bitcast=True).to(tl.int32)
@@ -117,8 +154,8 @@ def _router_kernel(
     normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, router_bias_ptr, ids_ptr, weights_ptr, bias_ptr,
     num_experts, x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
-    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, WARPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    USED_GROUPS: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and route; one program: ROWS rows of the router for one token. The last to finish chooses its experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -145,7 +182,7 @@ def _router_kernel(
         warp = tl.arange(0, WARPS)  # the first one has the token, and need not wait for the others
         _choose(
             logits_ptr, ids_ptr, weights_ptr, bias_ptr, token + warp * tl.num_programs(1), tl.num_programs(1),
-            num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID,
+            num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
         )  # fmt: skip
 
 
@@ -153,14 +190,14 @@ def _router_kernel(
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's experts; one program a token."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
         logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, tl.num_programs(0), num_experts, logits_stride, scaling,
-        BLOCK_E, TOP_K, RENORMALIZE, SIGMOID,
+        BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
     )  # fmt: skip
 
 
@@ -233,7 +270,8 @@ def norm_and_route(
         normed, logits, arrived, x, norm_weight, router, router_bias, routing.ids, routing.weights,
         scoring.bias, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
-        TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, WARPS=warps, num_warps=warps, **overlap(),
+        TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, GROUPS=scoring.groups,
+        USED_GROUPS=scoring.used_groups, WARPS=warps, num_warps=warps, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -248,7 +286,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
     _route_kernel[(num_tokens,)](
         logits, routing.ids, routing.weights, scoring.bias, num_experts, logits.stride(0), scoring.scaling,
         BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid,
-        num_warps=1, **overlap(),
+        GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, num_warps=1, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -285,6 +323,11 @@ def route_reference(
     weights = chosen_by.sigmoid() if scoring.sigmoid else chosen_by.softmax(dim=-1)
     if scoring.sigmoid:
         chosen_by = weights if scoring.bias is None else weights + scoring.bias.float()
+    if scoring.used_groups < scoring.groups:
+        grouped = chosen_by.view(num_tokens, scoring.groups, -1)
+        worth = grouped.sort(dim=-1, descending=True).values[..., : 2 if scoring.sigmoid else 1].sum(dim=-1)
+        left_out = worth.sort(dim=-1, descending=True, stable=True).indices[:, scoring.used_groups :]
+        chosen_by = grouped.scatter(1, left_out[..., None].expand(-1, -1, grouped.shape[2]), -torch.inf).flatten(1)
     ids = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = weights.gather(1, ids)
     if renormalize:

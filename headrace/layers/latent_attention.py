@@ -23,6 +23,10 @@ from headrace.layers.pending import Pending
 from headrace.layers.rotary import Angles
 
 
+def _absorbed(x: Any, residual: Tensor | None) -> Tensor:
+    raise RuntimeError("an absorbed linear layer is applied by its two weights alone")
+
+
 class AbsorbedLinear(ColumnParallelLinear):
     """Holds kv_b_proj, which would turn latents into keys and values, as two weights: the first is applied to queries
     instead, the second to attention's output."""
@@ -37,12 +41,13 @@ class AbsorbedLinear(ColumnParallelLinear):
         super().__init__(mixer.latent_dim, mixer.num_heads * self.per_head, group, dtype, bias=False)
 
     def finalize(self) -> None:
-        device, latent = self.weights["weight"].device, self.spec.in_features
+        device, latent = next(iter(self.weights.values())).device, self.spec.in_features
         super().finalize()
         units = torch.eye(latent, dtype=self.spec.dtype, device=device)
         heads = self.compute(units, None).view(latent, -1, self.per_head)  # the weight, whatever its format
         self.to_latent = heads[..., : self.nope_dim].permute(1, 2, 0).contiguous()
         self.from_latent = heads[..., self.nope_dim :].transpose(0, 1).contiguous()
+        self.weights, self.compute = {}, _absorbed  # nothing else needs the weight as it was loaded
 
 
 class LatentAttention(Layer):
@@ -50,11 +55,10 @@ class LatentAttention(Layer):
 
     opaque = ("_queries_and_key", "_rotate_and_attend", "_values")
 
-    def __init__(
-        self, mixer: model_spec.LatentAttention, spec: AttentionSpec, context: LayerContext, eps: float
-    ) -> None:
-        """Build the layer that `mixer` describes; this rank has the heads that `spec` says. `eps` is that of norms."""
+    def __init__(self, mixer: model_spec.LatentAttention, spec: AttentionSpec, context: LayerContext) -> None:
+        """Build the layer that `mixer` describes; this rank has the heads that `spec` says."""
         super().__init__()
+        eps = mixer.norm.eps
         group, dtype, hidden, q_rank = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.q_rank
         self.mixer, self.spec = mixer, spec
         self.cached = mixer.latent_dim + mixer.rope_dim
@@ -108,7 +112,8 @@ class LatentAttention(Layer):
         q, key = qk[:, :-1], qk[:, -1:]
         cos_sin, positions, _ = angles
         slots = metadata.slot_mappings[self.spec.group]
-        q = self.rotary_and_cache(q, key, None, cos_sin, positions, kv_cache, slots)
+        turned = self.spec.interleaved
+        q = self.rotary_and_cache(q, key, None, cos_sin, positions, kv_cache, slots, interleaved=turned)
         return self.attend(q, kv_cache, metadata, self.spec, None, out)
 
     def _values(self, attended: Tensor) -> Tensor:

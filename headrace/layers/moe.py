@@ -235,9 +235,10 @@ class SparseMoE(Layer):
         w13, w2 = _both_tiled(w13, w2, dtype=self.gate_up_spec.dtype)
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
+        scoring = Scoring(spec.sigmoid, self.selection_bias, spec.scaling, spec.groups, spec.used_groups)
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
-            spec.renormalize, self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
+            spec.renormalize, self.batch_invariant, scoring, next_norm,
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding,
         )  # fmt: skip

@@ -20,11 +20,10 @@ from headrace.model_spec import (
     ExpertNames,
     Experts,
     FeedForward,
-    LatentAttention,
     LayerSpec,
     Mixer,
 )
-from headrace.models.encoders import kimi_vision, llama4_vision, qwen3_vision
+from headrace.models.encoders import llama4_vision, qwen3_vision
 from headrace.models.ropes import read_rope, read_temperature
 
 
@@ -255,41 +254,6 @@ def encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
     """Return the parameters of the vision encoder, 0 where there is none."""
     vision = c.object("vision_config")
     return count(vision, *sizes) if vision else 0
-
-
-def _latent(c: Fields) -> LatentAttention:
-    q_rank, top_k = c.optional("q_lora_rank"), c.optional("index_topk")
-    indexed = top_k is not None
-    if indexed:
-        q_rank = c.integer("q_lora_rank")
-    return LatentAttention(
-        hidden_size=c.integer("hidden_size"),
-        num_heads=c.integer("num_attention_heads"),
-        latent_dim=c.integer("kv_lora_rank"),
-        rope_dim=c.integer("qk_rope_head_dim"),
-        nope_dim=c.integer("qk_nope_head_dim"),
-        v_head_dim=c.integer("v_head_dim"),
-        q_rank=q_rank,
-        sparse_top_k=top_k,
-        index_heads=c.integer("index_n_heads") if indexed else 0,
-        index_dim=c.integer("index_head_dim") if indexed else 0,
-    )
-
-
-def deepseek(c: Fields) -> Described:
-    """Describe DeepSeek V3, whose first layers are dense and the others have routed and shared experts.
-
-    Its layers for further tokens count as drafts, without embedding and head, which are the model's own.
-    """
-    hidden, width = c.integer("hidden_size"), c.integer("moe_intermediate_size")
-    mixer, first = _latent(c), c.integer("first_k_dense_replace", minimum=0)
-    shared = width * c.integer("n_shared_experts", 0, 0)
-    names = ExpertNames(shared="shared_experts")
-    routed = experts(c, "n_routed_experts", "moe_intermediate_size", intermediate_size=shared, names=names)
-    plain = dense(c)
-    layers = tuple(LayerSpec(mixer, plain if i < first else routed) for i in range(num_layers(c)))
-    draft = LayerSpec(mixer, routed).weights + 2 * hidden**2 + 3 * hidden
-    return Described(layers, encoder(c, kimi_vision, hidden), c.integer("num_nextn_predict_layers", 0, 0) * draft)
 
 
 def llama4(c: Fields) -> Described:

@@ -17,6 +17,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.layer import Layer
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
@@ -38,9 +39,12 @@ class LlamaDecoderLayer(Layer):
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
-        assert isinstance(layer.mixer, spec_of.Attention)
         assert spec is not None
-        self.self_attn = Attention(layer.mixer, spec, context)
+        if isinstance(layer.mixer, spec_of.LatentAttention):
+            self.self_attn: Layer = LatentAttention(layer.mixer, spec, context)
+        else:
+            assert isinstance(layer.mixer, spec_of.Attention)
+            self.self_attn = Attention(layer.mixer, spec, context)
         if isinstance(block, spec_of.Experts):
             self.mlp: Layer = SparseMoE(block, context)
         else:

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
 from headrace.models import dense_families as families
-from headrace.models import descriptions
+from headrace.models import descriptions, latent_families
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.refusals import REFUSED, nearest
@@ -146,10 +146,13 @@ MODELS = (
     ),
     ModelEntry("HeliumForCausalLM", HELIUM, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Ernie4_5ForCausalLM", ERNIE, *LLAMA, (KV_HEADS, "head_dim"), TIED),
-    ModelEntry("DeepseekV3ForCausalLM", descriptions.deepseek),
-    ModelEntry("DeepseekV32ForCausalLM", descriptions.deepseek),
-    ModelEntry("GlmMoeDsaForCausalLM", descriptions.deepseek),
-    ModelEntry("KimiK25ForConditionalGeneration", descriptions.deepseek),
+    ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),
+    ModelEntry("DeepseekV3ForCausalLM", latent_families.deepseek_v3, *LLAMA),
+    ModelEntry("Glm4MoeLiteForCausalLM", latent_families.glm4_moe_lite, *LLAMA),
+    ModelEntry("YoutuForCausalLM", latent_families.youtu, *LLAMA, defaults=TIED),
+    ModelEntry("DeepseekV32ForCausalLM", latent_families.deepseek_v3),
+    ModelEntry("GlmMoeDsaForCausalLM", latent_families.deepseek_v3),
+    ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3),
     ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
     ModelEntry("MiniMaxM2ForCausalLM", descriptions.minimax),
     ModelEntry("Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl),
@@ -258,7 +261,7 @@ def attention_specs(
             num_heads=heads // tp_size,
             num_kv_heads=max(1, kv_heads // tp_size),
             head_dim=mixer.cached_values if latent else mixer.head_dim,
-            scale=getattr(mixer, "scale", None) or mixer.head_dim**-0.5,
+            scale=mixer.scale or mixer.head_dim**-0.5,
             block_size=block_size,
             dtype=dtype,
             sliding_window=mixer.window,
@@ -267,7 +270,7 @@ def attention_specs(
             kv_cache_dtype=kv_cache_dtype,
         )
         if isinstance(mixer, LatentAttention):
-            return replace(spec, latent_dim=mixer.latent_dim)
+            return replace(spec, latent_dim=mixer.latent_dim, interleaved=mixer.rope.interleaved)
         own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "soft_cap")}
         return replace(spec, interleaved=mixer.rope is not None and mixer.rope.interleaved, **own)
 

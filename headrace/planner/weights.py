@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from headrace.model_spec import Parameter, total
+from headrace.model_spec import Parameter
 from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
@@ -44,7 +44,7 @@ def layer_bytes(
     return {
         "attention": size("attention", group.mixer.parameters, rank_shares(group.mixer, tp)),
         "dense": size("dense", dense, {"width": 1 / tp, "whole": 1.0}),
-        "router": total(feed_forward.parameters, "router") * plain,
+        "router": sum(one.plain_bytes(plain) for one in feed_forward.parameters if one.kind == "router"),
         "experts": size("experts", feed_forward.expert_parameters, of_expert, experts) if experts else 0.0,
         "norms": sum(one.plain_bytes(plain) for one in group.layer.norm_parameters),
     }

@@ -241,7 +241,8 @@ def compile_experts(target):
             moe.fused_moe(x, experts, x if has_shared else None, x)
             moe.fused_moe(x, replace(experts, next_norm=router[0]), x if has_shared else None, x)
             if has_shared:  # and with a sigmoid's router, without a gate of the shared expert
-                scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5)
+                groups = max(1, num_experts // 32)
+                scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5, groups, max(1, groups // 2))
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:

@@ -71,6 +71,24 @@ OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
 }
 
+LATENT = {
+    **ODD,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Latents; an odd size of everything"""
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -267,6 +285,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"model_type": "qwen2"}
         | {"vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
     },
+    "DeepseekV2ForCausalLM": {
+        "queries-too": LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
+        "whole-queries": LATENT
+        | {"q_lora_rank": None, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}}
+        | {"topk_method": "group_limited_greedy", "n_routed_experts": 15, "n_group": 5, "topk_group": 2},
+    },
+    "DeepseekV3ForCausalLM": {
+        "queries-too": LATENT
+        | {"first_k_dense_replace": 1, "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
+        "whole-queries": LATENT
+        | {"q_lora_rank": None, "first_k_dense_replace": 2, "norm_topk_prob": False, "rope_interleave": False},
+    },
+    "Glm4MoeLiteForCausalLM": {
+        "wide-values": LATENT | {"v_head_dim": 40, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    },
+    "YoutuForCausalLM": {"dense": LATENT | {"tie_word_embeddings": True}},
     "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
 }
 
@@ -298,6 +333,9 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
     model.save_pretrained(folder)
     return model
 

@@ -125,7 +125,7 @@ class Block(Layer):
         else:
             assert spec is not None
             latent = isinstance(mixer, of.LatentAttention)
-            self.self_attn = LatentAttention(mixer, spec, context, EPS) if latent else Attention(mixer, spec, context)
+            self.self_attn = (LatentAttention if latent else Attention)(mixer, spec, context)
         self.turns = mixer.turns
         if isinstance(block, of.Experts):
             self.mlp: Layer = SparseMoE(block, context)

@@ -57,6 +57,22 @@ def test_routes_and_sorts(size, block_m, half):
     assert_same_routing(route(rounded, top_k, True, block_m), route_reference(rounded, top_k, True, block_m))
 
 
+@pytest.mark.parametrize(("num_experts", "groups", "used"), [(12, 4, 1), (60, 5, 2), (33, 3, 2), (256, 8, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routes_within_the_best_groups(num_experts, groups, used, dtype):
+    logits = torch.randn(9, num_experts).to(dtype)
+    logits[3] = 0.5  # ties: of equal groups the first
+    logits[4, 1::2] = logits[4, ::2][: num_experts // 2]  # within groups too
+    for scoring in (
+        Scoring(False, None, 1.5, groups, used),
+        Scoring(True, torch.randn(num_experts), 2.5, groups, used),
+    ):
+        expected = route_reference(logits, 3, True, 8, scoring)
+        assert_same_routing(route(logits, 3, True, 8, scoring), expected)
+        size = num_experts // groups
+        assert max(len({expert // size for expert in row}) for row in expected.ids.tolist()) <= used
+
+
 @pytest.mark.parametrize("num_tokens", [401, 1003, 3000])  # a block, two, and more than a large one
 @pytest.mark.parametrize("block_m", [16, 128])
 def test_sorts_many_pairs(num_tokens, block_m):
