@@ -1,4 +1,4 @@
-"""Helpers: answers read in pieces, and every way to cut a text."""
+"""Helpers: answers read in pieces, whole and cut in every way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.parsers.formats import ReasoningFormat, ToolFormat
 from headrace.parsers.output_parser import Answer, OutputParser, join
+from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
 
 
@@ -60,6 +61,27 @@ def some_cuts(text: str, rng: random.Random, threes: int = 40) -> Iterator[list[
         yield [text[:first], text[first:second], text[second:]]
     for _ in range(4):
         yield at_random(text, rng)
+
+
+def answer(
+    tool: str | None,
+    text: str,
+    *tools: FunctionTool,
+    reasoning: str | None = None,
+    opened: bool | None = None,
+    cut: bool = False,
+) -> Answer:
+    """The answer of a text in the formats of these names, the same for many ways to cut it."""
+    tool_format = TOOL_FORMATS[tool] if tool else None
+    reasoning_format = REASONING_FORMATS[reasoning] if reasoning else None
+
+    def of(pieces: list[str]) -> Answer:
+        return read(pieces, tool_format, reasoning_format, tools, reasoning_open=opened, cut=cut)
+
+    whole = of([text])
+    for pieces in some_cuts(text, random.Random(text)):
+        assert of(pieces) == whole, pieces
+    return whole
 
 
 def called(answer: Answer) -> list[tuple[str, Any]]:

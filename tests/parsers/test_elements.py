@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
 
 from headrace.parsers.elements import MAX_DEPTH
-from headrace.parsers.output_parser import Answer, OutputParser
-from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
+from headrace.parsers.output_parser import Answer
+from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called, read
 
 MARK = "]<]minimax[>["
 FORMAT = TOOL_FORMATS["minimax_m3"]
@@ -48,12 +47,8 @@ def section(*calls: str) -> str:
     return f"{MARK}<tool_call>\n{''.join(calls)}{MARK}</tool_call>"
 
 
-def answer(text: str, *, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], FORMAT, None, [ORDER], cut=cut)
-    for pieces in some_cuts(text, random.Random(text), threes=10):
-        assert read(pieces, FORMAT, None, [ORDER], cut=cut) == whole, pieces
-    return whole
+def order(text: str) -> Answer:
+    return answer("minimax_m3", text, ORDER)
 
 
 ARGUMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -107,39 +102,23 @@ ARGUMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name: str) -> None:
     written, expected = ARGUMENTS[name]
-    assert called(answer(section(call(*written)))) == [("order", expected)]
+    assert called(order(section(call(*written)))) == [("order", expected)]
 
 
 def test_sections_and_text_around() -> None:
     one, two = call(element("id", "1")), call(name="other")
     found = [("order", {"id": 1}), ("other", {})]
     for text in (section(one, two), section(one) + " and " + section(two), one + two, section(one[:-1] + two)):
-        assert called(answer(text)) == found
-        assert answer(f"I order.\n{text} Done.").content == "I order.\n"
+        assert called(order(text)) == found
+        assert order(f"I order.\n{text} Done.").content == "I order.\n"
     unclosed = section(one).removesuffix(f"{MARK}</invoke>\n{MARK}</tool_call>")
-    assert called(answer(unclosed)) == called(answer(unclosed + f"{MARK}</tool_call>")) == found[:1]
+    assert called(order(unclosed)) == called(order(unclosed + f"{MARK}</tool_call>")) == found[:1]
 
 
 def test_what_is_no_call() -> None:
     for text in ("a ]<]minimax b", f"a {MARK} b", f"{MARK}<b>", f"{MARK}<tool_call>" + "x" * 300):
-        assert answer(text) == Answer(content=text)
-    assert answer(f"Done.{MARK}</tool_call>") == Answer(content="Done.")
-
-
-def test_a_call_that_was_cut_short() -> None:
-    """What came of its arguments stays, and no markup becomes content or an argument."""
-    text = section(call(*ARGUMENTS["scalars"][0], *ARGUMENTS["an object"][0], *ARGUMENTS["text as it stands"][0][:1]))
-    complete = read([text], FORMAT, None, [ORDER]).calls[0].arguments
-    for at in range(len(text)):
-        found = answer(text[:at], cut=True) if at % 9 == 0 else read([text[:at]], FORMAT, None, [ORDER], cut=True)
-        assert found.content is None
-        assert all(complete.startswith(call.arguments) for call in found.calls), text[:at]
-
-
-def test_a_string_is_handed_on_as_it_comes() -> None:
-    parser = OutputParser(FORMAT, None, [ORDER])
-    parser.feed(f'{MARK}<tool_call>{MARK}<invoke name="order">{MARK}<note>')
-    assert [event.text for event in parser.feed("a word")] == ["a word"]  # type: ignore[union-attr]
+        assert order(text) == Answer(content=text)
+    assert order(f"Done.{MARK}</tool_call>") == Answer(content="Done.")
 
 
 def test_elements_nest_only_so_deep() -> None:
@@ -160,5 +139,4 @@ def test_elements_nest_only_so_deep() -> None:
     ],
 )
 def test_its_reasoning(text: str, is_open: bool | None, expected: Answer) -> None:
-    for pieces in some_cuts(text, random.Random(text)):
-        assert read(pieces, FORMAT, REASONING_FORMATS["minimax_m3"], reasoning_open=is_open) == expected
+    assert answer("minimax_m3", text, reasoning="minimax_m3", opened=is_open) == expected

@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace.parsers.events import Arguments, CallStart
-from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.output_parser import Answer
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called, read
 from tests.parsers.test_tagged import random_value, type_of
 
 QUOTE = '<|"|>'
-
-
-def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
-    for pieces in some_cuts(text, random.Random(text), threes=20):
-        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
-    return whole
 
 
 def gemma(name: str, body: str) -> str:
@@ -150,24 +141,6 @@ def test_function_gemma_quotes_every_argument() -> None:
     tool = FunctionTool("f", {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}})
     assert called(answer("functiongemma", function("f", body), tool)) == [("f", {"a": "42", "b": True, "c": "x, y"})]
     assert called(answer("functiongemma", function("f", "a:5,b:[1]"))) == [("f", {"a": 5, "b": [1]})]
-
-
-def test_a_string_is_handed_on_as_it_comes() -> None:
-    parser = OutputParser(TOOL_FORMATS["gemma4"], None)
-    assert parser.feed(f"<|tool_call>call:f{{a:{QUOTE}Hello")[0] == CallStart(0, "f", None)
-    assert parser.feed(' "wor') == [Arguments(0, ' \\"wor')]
-    assert parser.feed(f"ld{QUOTE}}}") == [Arguments(0, "ld"), Arguments(0, '"'), Arguments(0, "}")]
-
-
-@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
-def test_a_call_that_was_cut_short(name: str) -> None:
-    quote = QUOTE if name == "gemma4" else "<escape>"
-    text = (gemma if name == "gemma4" else function)("f", f"a:{quote}x y{quote},b:[1,{{c:{quote}z{quote}}}],d:true")
-    complete = read([text], TOOL_FORMATS[name]).calls[0].arguments
-    for at in range(len(text)):
-        found = answer(name, text[:at], cut=True) if at % 9 == 0 else read([text[:at]], TOOL_FORMATS[name], cut=True)
-        assert found.content is None
-        assert all(complete.startswith(call.arguments) for call in found.calls)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from hypothesis import strategies as st
 from headrace.parsers.events import Arguments, CallStart, Content, Reasoning
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called, read
 
 GPT_OSS = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers" / "gpt-oss"
 HARMONY = TOOL_FORMATS["openai"]
 
 
-def answer(text: str, *, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], HARMONY, REASONING_FORMATS["openai_gptoss"], cut=cut)
-    for pieces in some_cuts(text, random.Random(text), threes=20):
-        assert read(pieces, HARMONY, None, cut=cut) == whole, pieces
-    return whole
+def harmony(text: str, *, cut: bool = False) -> Answer:
+    """The answer of a text, the same with the reasoning format of its name."""
+    found = answer("openai", text, cut=cut)
+    assert read([text], HARMONY, REASONING_FORMATS["openai_gptoss"], cut=cut) == found
+    return found
 
 
 def message(channel: str, text: str, end: str = "<|end|>", header: str = "") -> str:
@@ -44,7 +42,7 @@ def test_reasoning_preamble_calls_and_content() -> None:
         + "<|start|>assistant"
         + message("final", "It is warm.", "<|return|>")
     )
-    found = answer(text)
+    found = harmony(text)
     assert (found.reasoning, found.content) == ("We need the weather.", "I look. It is warm.")
     assert called(found) == [("f", {"a": 1}), ("g-h", {})]
 
@@ -64,7 +62,7 @@ def test_reasoning_preamble_calls_and_content() -> None:
 )
 def test_headers_of_calls(header: str) -> None:
     """The recipient makes the call, on either side of the channel. An answer begins within the header."""
-    assert called(answer(header + '{"a": "<x>"}<|call|>')) == [("f", {"a": "<x>"})]
+    assert called(harmony(header + '{"a": "<x>"}<|call|>')) == [("f", {"a": "<x>"})]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_headers_of_calls(header: str) -> None:
     [("functions.f", "f"), ("math.sum", "math.sum"), ("python", "python"), ("browser.open", "browser.open")],
 )
 def test_recipients(recipient: str, name: str) -> None:
-    assert called(answer(message("commentary", "{}", "<|call|>", f" to={recipient}"))) == [(name, {})]
+    assert called(harmony(message("commentary", "{}", "<|call|>", f" to={recipient}"))) == [(name, {})]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_recipients(recipient: str, name: str) -> None:
     ],
 )
 def test_channels(text: str, reasoning: str | None, content: str | None) -> None:
-    found = answer(text)
+    found = harmony(text)
     assert (found.reasoning, found.content, found.calls) == (reasoning, content, [])
 
 
@@ -113,11 +111,11 @@ def test_channels(text: str, reasoning: str | None, content: str | None) -> None
 )
 def test_arguments_are_json(written: str, read_as: Any) -> None:
     """A call without arguments has an empty object; raw line breaks in strings are escaped."""
-    assert called(answer(message("commentary", written, "<|call|>", " to=functions.f"))) == [("f", read_as)]
+    assert called(harmony(message("commentary", written, "<|call|>", " to=functions.f"))) == [("f", read_as)]
 
 
 def test_arguments_that_are_none_are_passed_on() -> None:
-    assert answer(message("commentary", "print(1)", "<|call|>", " to=python code")).calls[0].arguments == "print(1)"
+    assert harmony(message("commentary", "print(1)", "<|call|>", " to=python code")).calls[0].arguments == "print(1)"
 
 
 def test_everything_is_handed_on_as_it_comes() -> None:
@@ -202,7 +200,7 @@ def test_what_the_template_renders_is_read_back() -> None:
     for turn, reasoning, content in turns.values():
         whole = template.render(messages=[*asked, turn], add_generation_prompt=False)
         assert whole.startswith(prompt)
-        found = answer(whole.removeprefix(prompt))
+        found = harmony(whole.removeprefix(prompt))
         assert (found.reasoning, found.content) == (reasoning, content)
         expected = [(tool["name"], tool["arguments"])] if "tool_calls" in turn else []
         assert [(call.name, json.loads(call.arguments)) for call in found.calls] == expected

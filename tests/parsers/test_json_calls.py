@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
@@ -11,21 +10,13 @@ from headrace.parsers.events import Arguments, CallStart
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, in_three, read, some_cuts
+from tests.parsers.reading import answer, called, in_three, read
 
 WEATHER = ("get_weather", {"city": "Paris"})
 TIME = ("get_time", {"zone": {"name": "CET", "offsets": [1, -2.5e0, None, True]}})
 WEATHER_TEXT = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 TIME_TEXT = '{"name": "get_time", "arguments": {"zone": {"name": "CET", "offsets": [1, -2.5e0, null, true]}}}'
 LLAMA_TEXT = WEATHER_TEXT.replace("arguments", "parameters")
-
-
-def answer(name: str, text: str, *, cut: bool = False, tools: list[FunctionTool] | None = None) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], TOOL_FORMATS[name], None, tools or [], cut=cut)
-    for pieces in some_cuts(text, random.Random(text)):
-        assert read(pieces, TOOL_FORMATS[name], None, tools or [], cut=cut) == whole, pieces
-    return whole
 
 
 BOTH = {
@@ -53,37 +44,6 @@ BOTH = {
     '{"city": "Paris"}},\n    {"tool_call_id": "1", "tool_name": "get_time", "parameters": '
     '{"zone": {"name": "CET", "offsets": [1, -2.5e0, null, true]}}}\n]<|END_ACTION|>',
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_two_calls(name: str) -> None:
-    result = answer(name, BOTH[name])
-    assert called(result) == [WEATHER, TIME]
-    assert result.content is None
-
-
-@pytest.mark.parametrize("name", sorted(BOTH.keys() - {"llama4_json", "xlam"}))
-def test_text_before_calls_is_content_and_text_behind_them_is_left_out(name: str) -> None:
-    result = answer(name, f"I'll look.{BOTH[name]} \nDone.")
-    assert (result.content, called(result)) == ("I'll look.", [WEATHER, TIME])
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_an_answer_without_calls_is_content_word_for_word(name: str) -> None:
-    for text in ("Plain words.", "  \n a < b && c[0] > {x}\n", "", " ", "1 <tool 2 [TOOL 3 <|tool"):
-        assert answer(name, text) == Answer(None, text or None)
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_a_call_cut_by_max_tokens_leaks_no_markup(name: str) -> None:
-    """Wherever it is cut: content stays empty, and what came of arguments is the beginning of them."""
-    text = BOTH[name]
-    whole = read([text], TOOL_FORMATS[name]).calls
-    for at in range(len(text)):
-        result = read(list(text[:at]), TOOL_FORMATS[name], cut=True)
-        assert result.content is None or text[0] in "[{", text[:at]  # bare JSON may be what was asked for
-        for call, complete in zip(result.calls, whole, strict=False):
-            assert (call.name, complete.arguments.startswith(call.arguments)) == (complete.name, True)
 
 
 def test_arguments_come_before_the_text_ends() -> None:
@@ -165,23 +125,23 @@ def test_json_that_is_no_call_is_content(name: str) -> None:
 
 
 def test_a_bare_object_that_names_an_unknown_tool_is_content() -> None:
-    tools = [FunctionTool("get_weather")]
+    tool = FunctionTool("get_weather")
     other = '{"name": "Bob", "parameters": {"age": 3}}'
-    assert answer("llama3_json", other, tools=tools) == Answer(None, other)
+    assert answer("llama3_json", other, tool) == Answer(None, other)
     assert called(answer("llama3_json", other)) == [("Bob", {"age": 3})]
-    assert called(answer("llama3_json", LLAMA_TEXT, tools=tools)) == [WEATHER]
+    assert called(answer("llama3_json", LLAMA_TEXT, tool)) == [WEATHER]
 
 
 def test_bare_objects_may_stand_behind_text() -> None:
-    tools = [FunctionTool("get_weather")]
-    result = answer("llama3_json", f'In {{"x": 1}}: {LLAMA_TEXT} I hope.', tools=tools)
+    tool = FunctionTool("get_weather")
+    result = answer("llama3_json", f'In {{"x": 1}}: {LLAMA_TEXT} I hope.', tool)
     assert (result.content, called(result)) == ('In {"x": 1}: ', [WEATHER])
 
 
 def test_a_bare_object_cut_by_max_tokens_is_content_unless_it_names_a_tool() -> None:
-    tools = [FunctionTool("get_weather")]
-    assert answer("llama3_json", 'See {"name": "get_weather", "para', tools=tools, cut=True) == Answer(None, "See ")
-    assert answer("llama3_json", '{"name": "Bo', tools=tools, cut=True) == Answer(None, '{"name": "Bo')
+    tool = FunctionTool("get_weather")
+    assert answer("llama3_json", 'See {"name": "get_weather", "para', tool, cut=True) == Answer(None, "See ")
+    assert answer("llama3_json", '{"name": "Bo', tool, cut=True) == Answer(None, '{"name": "Bo')
 
 
 def test_code_behind_the_python_tag_is_content() -> None:

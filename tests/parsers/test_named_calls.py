@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
 from headrace.parsers.output_parser import Answer
-from headrace.parsers.table import TOOL_FORMATS
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called
 
 F, G = ("f", {"a": 1}), ("g.h-i", {"b": {"c": ["}", "]"]}})
 G_TEXT = '{"b": {"c": ["}", "]"]}}'
@@ -35,14 +33,6 @@ def section(calls: str) -> str:
     return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
 
 
-def answer(name: str, text: str, *, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], TOOL_FORMATS[name], cut=cut)
-    for pieces in some_cuts(text, random.Random(text)):
-        assert read(pieces, TOOL_FORMATS[name], cut=cut) == whole, pieces
-    return whole
-
-
 BOTH = [
     ("deepseek_v3", deepseek(v3("f", '{"a": 1}') + "\n" + v3("g.h-i", G_TEXT))),
     ("deepseek_v3", v3("f", '{"a": 1}') + v3("g.h-i", G_TEXT)),
@@ -54,25 +44,6 @@ BOTH = [
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS] g.h-i ' + G_TEXT),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdEF123[ARGS]{"a": 1}[TOOL_CALLS]g.h-i[CALL_ID]abcdEF124[ARGS]' + G_TEXT),
 ]
-
-
-@pytest.mark.parametrize(("name", "text"), BOTH)
-def test_two_calls(name: str, text: str) -> None:
-    result = answer(name, text)
-    assert (result.content, called(result)) == (None, [F, G])
-    around = answer(name, f"Let me see. {text}\nDone.")
-    assert ((around.content or "").strip(), called(around)) == ("Let me see.", [F, G])
-
-
-@pytest.mark.parametrize(("name", "text"), BOTH)
-def test_a_call_cut_by_max_tokens_leaks_no_markup(name: str, text: str) -> None:
-    opener = next(marker for marker in TOOL_FORMATS[name].openers if text.startswith(marker))
-    whole = read([text], TOOL_FORMATS[name]).calls
-    for at in range(len(opener), len(text)):
-        result = read(list(text[:at]), TOOL_FORMATS[name], cut=True)
-        assert result.content is None, text[:at]
-        for call, complete in zip(result.calls, whole, strict=False):
-            assert (call.name, complete.arguments.startswith(call.arguments)) == (complete.name, True)
 
 
 def test_ids_are_those_of_the_text() -> None:

@@ -11,7 +11,7 @@ from headrace.parsers.events import Arguments, CallStart
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called, read
 from tests.parsers.test_tagged import random_value
 
 AROUND = {
@@ -21,14 +21,6 @@ AROUND = {
     "lfm2": ("<|tool_call_start|>[", "]<|tool_call_end|>"),
 }
 formats = pytest.mark.parametrize("name", sorted(AROUND))
-
-
-def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
-    for pieces in some_cuts(text, random.Random(text), threes=20):
-        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
-    return whole
 
 
 def call(text: str) -> list[tuple[str, Any]]:
@@ -103,15 +95,6 @@ def test_names_may_begin_as_openai_allows(name: str) -> None:
         assert called(answer(name, f"{begin}{function}(a=1){end}", FunctionTool(function))) == [(function, {"a": 1})]
 
 
-@formats
-def test_text_before_and_after(name: str) -> None:
-    begin, end = AROUND[name]
-    found = answer(name, f"Let me look. {begin}f(a=1){end}\nDone.", FunctionTool("f"))
-    assert called(found) == [("f", {"a": 1})]
-    kept = name != "olmo3"
-    assert (found.content or "").split() == ("Let me look. Done." if kept else "Let me look.").split()
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -145,18 +128,6 @@ def test_a_bare_list_calls_only_tools_that_there_are() -> None:
     text = "x = [Point(x=1, y=2)]"
     assert answer("pythonic", text, FunctionTool("f")) == Answer(content=text)
     assert called(answer("llama4_pythonic", "<|python_start|>[g(a=1)]", FunctionTool("f"))) == [("g", {"a": 1})]
-
-
-@formats
-def test_a_call_that_was_cut_short(name: str) -> None:
-    """What came of its arguments stays, and no markup becomes content."""
-    begin, end = AROUND[name]
-    text = f"""{begin}f(a='x, \\n\\x41 "y"\\u00e9', b=[1, 'z', {{'k': 'v', 'l': (2, None)}}]){end}"""
-    complete = read([text], TOOL_FORMATS[name]).calls[0].arguments
-    for at in range(len(text)):
-        found = answer(name, text[:at], cut=True) if at % 7 == 0 else read([text[:at]], TOOL_FORMATS[name], cut=True)
-        assert found.content is None
-        assert all(complete.startswith(call.arguments) for call in found.calls)
 
 
 @formats

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.reasoning import begins_open
-from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
-from tests.parsers.reading import called, read, some_cuts
+from headrace.parsers.table import REASONING_FORMATS
+from tests.parsers.reading import answer, called
 
 MARKED = sorted(name for name, row in REASONING_FORMATS.items() if not row.as_content and not row.whole_answer)
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 
 
-def answer(name: str, text: str, opened: bool | None = None, *, tool: str = "", cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    format, tool_format = REASONING_FORMATS[name], TOOL_FORMATS[tool] if tool else None
-    whole = read([text], tool_format, format, reasoning_open=opened, cut=cut)
-    for pieces in some_cuts(text, random.Random(text)):
-        assert read(pieces, tool_format, format, reasoning_open=opened, cut=cut) == whole, pieces
-    return whole
+def thought(name: str, text: str, opened: bool | None = None, *, tool: str | None = None, cut: bool = False) -> Answer:
+    return answer(tool, text, reasoning=name, opened=opened, cut=cut)
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -30,22 +23,22 @@ def test_marked_reasoning_is_reasoning_whatever_the_prompt_says(name: str, opene
     format = REASONING_FORMATS[name]
     for open in format.open:
         for close in format.close:
-            result = answer(name, f"{open}First <b> {{x}}.\n\nThen.{close}The answer </b>", opened)
+            result = thought(name, f"{open}First <b> {{x}}.\n\nThen.{close}The answer </b>", opened)
             assert result == Answer("First <b> {x}.\n\nThen.", "The answer </b>")
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_what_the_prompt_opened_is_closed_by_the_answer(name: str) -> None:
     close = REASONING_FORMATS[name].close[0]
-    assert answer(name, f"So it is.{close}Yes.", True) == Answer("So it is.", "Yes.")
-    assert answer(name, "So it i", True, cut=True) == Answer("So it i", None)
-    assert answer(name, "Yes.", False) == Answer(None, "Yes.")
+    assert thought(name, f"So it is.{close}Yes.", True) == Answer("So it is.", "Yes.")
+    assert thought(name, "So it i", True, cut=True) == Answer("So it i", None)
+    assert thought(name, "Yes.", False) == Answer(None, "Yes.")
 
 
 def test_text_without_any_markup() -> None:
     """Where nothing is known of the prompt, by the family."""
     for name in ("deepseek_r1", "kimi_k2", "minimax_m2", "step3", "seed_oss"):
-        assert answer(name, "Words.") == Answer("Words.", None)
+        assert thought(name, "Words.") == Answer("Words.", None)
     for name in (
         "deepseek_v3",
         "mistral",
@@ -56,71 +49,71 @@ def test_text_without_any_markup() -> None:
         "nemotron_v3",
         "cohere_command3",
     ):
-        assert answer(name, "Words.") == Answer(None, "Words.")
-    assert answer("qwen3", "Words.", True) == Answer("Words.", None)
+        assert thought(name, "Words.") == Answer(None, "Words.")
+    assert thought("qwen3", "Words.", True) == Answer("Words.", None)
 
 
 def test_a_closing_marker_alone_makes_reasoning_of_what_stands_before_it() -> None:
     for name in ("qwen3", "olmo3", "glm45", "nemotron_v3"):
-        assert answer(name, " Hm.\n</think>\n\nYes.") == Answer(" Hm.\n", "\n\nYes.")
-    assert answer("olmo3", "</think>\n\nYes.") == Answer(None, "\n\nYes.")
+        assert thought(name, " Hm.\n</think>\n\nYes.") == Answer(" Hm.\n", "\n\nYes.")
+    assert thought("olmo3", "</think>\n\nYes.") == Answer(None, "\n\nYes.")
 
 
 def test_only_the_first_closing_marker_counts() -> None:
-    assert answer("deepseek_r1", "a</think>b</think>c") == Answer("a", "b</think>c")
+    assert thought("deepseek_r1", "a</think>b</think>c") == Answer("a", "b</think>c")
 
 
 def test_content_may_speak_of_thinking() -> None:
-    assert answer("qwen3", "<think>a</think>Write <think> first.") == Answer("a", "Write <think> first.")
-    assert answer("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E[/THINK]") == Answer("bd", "ACE")
+    assert thought("qwen3", "<think>a</think>Write <think> first.") == Answer("a", "Write <think> first.")
+    assert thought("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E[/THINK]") == Answer("bd", "ACE")
 
 
 def test_coheres_fourth_commands_end_a_thought_that_the_prompt_began() -> None:
     """Behind it stands an answer between marks of its own, or an action."""
     said = "plan<|END_THINKING|><|START_TEXT|>answer<|END_TEXT|>"
-    assert answer("cohere_command4", said) == answer("cohere_command4", said, True) == Answer("plan", "answer")
-    assert answer("cohere_command4", "<|START_TEXT|>direct<|END_TEXT|>") == Answer(None, "direct")
+    assert thought("cohere_command4", said) == thought("cohere_command4", said, True) == Answer("plan", "answer")
+    assert thought("cohere_command4", "<|START_TEXT|>direct<|END_TEXT|>") == Answer(None, "direct")
     action = 'plan<|END_THINKING|><|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]'
-    found = answer("cohere_command4", action + "<|END_ACTION|>", tool="cohere_command4")
+    found = thought("cohere_command4", action + "<|END_ACTION|>", tool="cohere_command4")
     assert (found.reasoning, found.content, called(found)) == ("plan", None, [("f", {"a": 1})])
 
 
 def test_granite_marks_reasoning_with_words() -> None:
     text = "Here is my thought process: one\ntwo Here is my response: three"
-    assert answer("granite", text) == Answer(" one\ntwo ", " three")
-    assert answer("granite", "Here is my thought on it.") == Answer(None, "Here is my thought on it.")
+    assert thought("granite", text) == Answer(" one\ntwo ", " three")
+    assert thought("granite", "Here is my thought on it.") == Answer(None, "Here is my thought on it.")
 
 
 def test_markup_around_content_is_left_out() -> None:
-    assert answer("hunyuan_a13b", "<think>\na\n</think>\n<answer>\nb\n</answer>") == Answer("a", "b")
-    assert answer("ernie45", "a\n</think>\n\n<response>\nb\n</response>\n", True) == Answer("a", "b")
+    assert thought("hunyuan_a13b", "<think>\na\n</think>\n<answer>\nb\n</answer>") == Answer("a", "b")
+    assert thought("ernie45", "a\n</think>\n\n<response>\nb\n</response>\n", True) == Answer("a", "b")
     text = "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>"
-    assert answer("cohere_command3", text) == Answer("a", "b")
+    assert thought("cohere_command3", text) == Answer("a", "b")
 
 
 def test_minimax_keeps_reasoning_in_content_on_demand() -> None:
-    assert answer("minimax_m2_append_think", "a</think>b") == Answer(None, "<think>a</think>b")
+    assert thought("minimax_m2_append_think", "a</think>b") == Answer(None, "<think>a</think>b")
 
 
 def test_calls_are_read_from_content_and_not_from_reasoning() -> None:
     call = f"<tool_call>{CALL}</tool_call>"
-    result = answer("qwen3", f"<think>I could write {call}.</think>\n\n{call}", tool="hermes")
+    result = thought("qwen3", f"<think>I could write {call}.</think>\n\n{call}", tool="hermes")
     assert (result.reasoning, result.content) == (f"I could write {call}.", None)
     assert called(result) == [("f", {"a": 1})]
-    assert answer("deepseek_r1", f"Hm {call}", tool="hermes") == Answer(f"Hm {call}", None)
+    assert thought("deepseek_r1", f"Hm {call}", tool="hermes") == Answer(f"Hm {call}", None)
 
 
 def test_a_call_in_reasoning_that_is_never_closed_is_a_call() -> None:
     for opened, begin in ((True, ""), (None, "<think>")):
-        result = answer("qwen3", f"{begin}I call. <tool_call>{CALL}</tool_call>", opened, tool="hermes")
+        result = thought("qwen3", f"{begin}I call. <tool_call>{CALL}</tool_call>", opened, tool="hermes")
         assert (result.reasoning, result.content, called(result)) == ("I call. ", None, [("f", {"a": 1})])
     text = 'functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
-    result = answer("kimi_k2", f"I call.<|tool_calls_section_begin|><|tool_call_begin|>{text}", tool="kimi_k2")
+    result = thought("kimi_k2", f"I call.<|tool_calls_section_begin|><|tool_call_begin|>{text}", tool="kimi_k2")
     assert (result.reasoning, result.content, called(result)) == ("I call.", None, [("f", {"a": 1})])
 
 
 def test_white_space_between_reasoning_and_a_call_is_no_content() -> None:
-    result = answer("qwen3", f"<think>a</think>\n\n<tool_call>{CALL}</tool_call>\n", tool="hermes")
+    result = thought("qwen3", f"<think>a</think>\n\n<tool_call>{CALL}</tool_call>\n", tool="hermes")
     assert result.content is None
     assert called(result) == [("f", {"a": 1})]
 

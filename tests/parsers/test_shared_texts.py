@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, in_three, read, some_cuts
+from tests.parsers.reading import answer, called, in_three, read
 
 TEXTS = Path(__file__).parents[2].parent / "shared" / "data" / "parser-texts"
 if not TEXTS.is_dir():
@@ -40,24 +39,18 @@ def is_open(row: dict[str, Any]) -> bool | None:
 
 @pytest.mark.parametrize("row", rows("tool_calls.jsonl"))
 def test_tool_calls(row: dict[str, Any]) -> None:
-    format, tools, text, expected = TOOL_FORMATS[row["parser"]], tools_of(row), row["text"], row["expected"]
-    answer = read([text], format, None, tools)
-    assert called(answer) == [(call["name"], call["arguments"]) for call in expected["tool_calls"]]
+    expected, found = row["expected"], answer(row["parser"], row["text"], *tools_of(row))
+    assert called(found) == [(call["name"], call["arguments"]) for call in expected["tool_calls"]]
     accepted = [expected, *row.get("also_seen", {}).values()]
-    assert trimmed(answer.content) in [trimmed(seen["content"]) for seen in accepted if "content" in seen]
+    assert trimmed(found.content) in [trimmed(seen["content"]) for seen in accepted if "content" in seen]
     if "reasoning" in expected:
-        assert trimmed(answer.reasoning) == trimmed(expected["reasoning"])
-    for pieces in some_cuts(text, random.Random(row["id"])):
-        assert read(pieces, format, None, tools) == answer, pieces
+        assert trimmed(found.reasoning) == trimmed(expected["reasoning"])
 
 
 @pytest.mark.parametrize("row", rows("reasoning.jsonl"))
 def test_reasoning(row: dict[str, Any]) -> None:
-    format, text, expected = REASONING_FORMATS[row["parser"]], row["text"], row["expected"]
-    answer = read([text], None, format, reasoning_open=is_open(row))
-    assert (answer.reasoning, answer.content) == (expected["reasoning"], expected["content"])
-    for pieces in some_cuts(text, random.Random(row["id"])):
-        assert read(pieces, None, format, reasoning_open=is_open(row)) == answer, pieces
+    expected, found = row["expected"], answer(None, row["text"], reasoning=row["parser"], opened=is_open(row))
+    assert (found.reasoning, found.content) == (expected["reasoning"], expected["content"])
 
 
 @pytest.mark.slow
@@ -67,6 +60,6 @@ def test_every_cut_into_three(row: dict[str, Any]) -> None:
         (TOOL_FORMATS[row["parser"]], None) if "tools" in row else (None, REASONING_FORMATS[row["parser"]])
     )
     tools, opened = (tools_of(row), None) if tool else ([], is_open(row))
-    answer = read([row["text"]], tool, reasoning, tools, reasoning_open=opened)
+    whole = read([row["text"]], tool, reasoning, tools, reasoning_open=opened)
     for pieces in in_three(row["text"]):
-        assert read(pieces, tool, reasoning, tools, reasoning_open=opened) == answer, pieces
+        assert read(pieces, tool, reasoning, tools, reasoning_open=opened) == whole, pieces

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.parsers.events import Arguments, CallStart
-from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.output_parser import Answer
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.reading import answer, called, read
 
 Written = dict[str, str]
 """A call's parameters as the model writes them."""
@@ -84,30 +83,12 @@ GUESSING = ("glm45", "deepseek_v32", "minicpm5")
 """Formats in which a value without a schema is JSON if it looks like it."""
 
 
-def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
-    """The answer of a text, the same for many ways to cut it."""
-    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
-    for pieces in some_cuts(text, random.Random(text), threes=20):
-        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
-    return whole
-
-
 def typed(**properties: Any) -> FunctionTool:
     """The tool f, with the types of its parameters."""
     return FunctionTool("f", {"type": "object", "properties": properties})
 
 
 formats = pytest.mark.parametrize("name", sorted(WRITERS))
-
-
-@formats
-def test_text_calls_and_text_after_them(name: str) -> None:
-    write = WRITERS[name]
-    text = "I look.\n" + write("f", {"a": "x y"}) + "\n" + write("g.h-i", {}) + "\nDone."
-    found = answer(name, text)
-    assert called(found) == [("f", {"a": "x y"}), ("g.h-i", {})]
-    kept = TOOL_FORMATS[name].keeps_text_after
-    assert (found.content or "").split() == ("I look. Done." if kept else "I look.").split()
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
@@ -141,18 +122,6 @@ def test_typed_values_come_back_as_they_were_written(name: str) -> None:
         text = WRITERS[name]("f", written)
         for pieces in ([text], list(text)):
             assert called(read(pieces, TOOL_FORMATS[name], None, [tool])) == [("f", values)], text
-
-
-@pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"minicpm5"}))
-def test_a_string_is_handed_on_as_it_comes(name: str) -> None:
-    before, after = WRITERS[name]("f", {"a": "Hello @@"}).split("@@")
-    parser = OutputParser(TOOL_FORMATS[name], None, [typed(a={"type": "string"})])
-    events = [event for char in before for event in parser.feed(char)]
-    assert [event for event in events if isinstance(event, CallStart)] == [CallStart(0, "f", None)]
-    assert "".join(event.text for event in events if isinstance(event, Arguments)).rstrip() == '{"a": "Hello'
-    assert parser.feed("wor") == [Arguments(0, "wor")]
-    events = parser.feed(' "ld"' + after) + parser.finish(cut=False)
-    assert "".join(event.text for event in events if isinstance(event, Arguments)) == ' \\"ld\\""}'
 
 
 @formats
@@ -272,18 +241,6 @@ def test_missing_markup_is_made_up_for(name: str, text: str) -> None:
     assert called(answer(name, text, typed(a={"type": "string"}, b={"type": "string"}))) == [
         ("f", {"a": "x", "b": "y"})
     ]
-
-
-@formats
-@pytest.mark.parametrize("kind", ["string", "integer"])
-def test_a_call_that_was_cut_short_keeps_what_came_and_leaks_no_markup(name: str, kind: str) -> None:
-    text = WRITERS[name]("f", {"a": "12", "b": "34"})
-    tool = typed(a={"type": kind}, b={"type": kind})
-    complete = read([text], TOOL_FORMATS[name], None, [tool]).calls[0].arguments
-    for end in range(len(text)):
-        found = read([text[:end]], TOOL_FORMATS[name], None, [tool], cut=True)
-        assert found.content is None
-        assert all(complete.startswith(call.arguments) for call in found.calls)
 
 
 @formats
