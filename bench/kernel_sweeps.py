@@ -18,6 +18,7 @@ from headrace.kernels import cases
 from headrace.kernels.activation import GATES
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
+from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.packed import pack
@@ -203,6 +204,24 @@ def _tiled(make: Inputs, bits: int, n: int, k: int, group_size: int) -> Cases:
         yield from cases.widen_tiled(make, tile(floats, make.dtype))
 
 
+def _recurrent(
+    make: Inputs, key_heads: int, value_heads: int, key_dim: int, value_dim: int, counts: Sequence[int],
+    known: Sequence[int], *scan: Any,
+) -> Cases:  # fmt: skip
+    """Layers whose projections lie key head by key head, as in Qwen3-Next, or part by part, as in Qwen3.5."""
+    group = value_heads // key_heads
+    keys, values, apart = key_heads * key_dim, value_heads * value_dim, 2 * key_dim + 2 * group * value_dim
+    by_head = Places(0, key_dim, 2 * key_dim, 2 * key_dim + group * value_dim, apart, apart, 0, group, 2 * group)
+    by_part = Places(0, keys, 2 * keys, 2 * keys + values, key_dim, group * value_dim, 0, value_heads, group)
+    for places, taps in ((by_head, 4), (by_part, 3)):
+        heads = DeltaHeads(key_heads, value_heads, key_dim, value_dim, taps, places)
+        weights = DeltaWeights(
+            make.random(heads.channels, taps) * 0.5, make.uniform(value_heads) * 2 - 2, make.uniform(value_heads),
+            make.random(value_dim), EPS,
+        )  # fmt: skip
+        yield from cases.gated_delta(make, heads, weights, counts, known, *scan)
+
+
 class Sweep(NamedTuple):
     """Holds the cases of one kernel, and the sizes that they are made of."""
 
@@ -216,6 +235,11 @@ def _angles(make: Inputs, rotary_dim: int) -> Cases:
     return cases.step_angles(_rope_table(make, 64, rotary_dim), tokens, ROUNDED[make.dtype])
 
 
+_SHAPES = ((2, 4, 8, 16), (1, 3, 20, 40))
+_FULL = ((16, 32, 128, 128), (4, 16, 128, 128), (3, 3, 64, 96))
+_RAGGED = (1, 1, 70, 3), (0, 5, 33, 0)
+_IN_TURN = (1, 3, 2), (0, 2, 7)
+_LONG = (*[1] * 20, 8, 64, 65, 700, 2050, 3), (*range(20), 0, 100, 3, 0, 7, 1000)
 _FEW, _MANY = [(0,), (1,), (7,), (512,), (1300,)], [(1,), (64,), (9001,)]
 _LOGITS = [(1, 128256), (33, 151936), (7, 513)]
 _LAYERS = ((128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1408, True), (5, 3, 72, 40, True))
@@ -266,6 +290,14 @@ SWEEPS: dict[str, Sweep] = {
     "fused_moe": Sweep(
         _layers_of_experts, [(tokens, 6, 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17)],
         [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
+    ),
+    "gated_delta_step": Sweep(
+        _recurrent, [(*shape, (1, 1, 1), (0, 2, 31)) for shape in _SHAPES],
+        [(*shape, (1,) * count, tuple(range(count))) for shape in _FULL for count in (1, 70)],
+    ),
+    "gated_delta_scan": Sweep(
+        _recurrent, [(*_SHAPES[0], *_IN_TURN, 1, True), (*_SHAPES[0], *_RAGGED, 0), (*_SHAPES[1], *_RAGGED, 2)],
+        [(*shape, *_LONG, *scan) for shape in _FULL for scan in ((3, True), (0, False), (20, False))],
     ),
     "widen_tiled": Sweep(
         _tiled, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]

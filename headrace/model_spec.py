@@ -107,6 +107,8 @@ class Attention:
     """scores x become soft_cap * tanh(x / soft_cap)"""
     clip: float | None = None
     """queries, keys and values as projected are held within +-clip"""
+    output_gate: bool = False
+    """each head's output is multiplied with the sigmoid of as many numbers, which are projected beside its query"""
 
     kind = "gqa"
     sparse_top_k = None
@@ -130,7 +132,8 @@ class Attention:
         """The layer's tensors."""
         hidden, dim = self.hidden_size, self.head_dim
         q, kv = self.num_heads * dim, self.num_kv_heads * dim
-        tensors = linear("self_attn.q_proj", q, hidden, "heads", "heads" if self.qkv_bias else None, fused="qkv_proj")
+        q_bias: Split | None = "heads" if self.qkv_bias else None
+        tensors = linear("self_attn.q_proj", q * (1 + self.output_gate), hidden, "heads", q_bias, fused="qkv_proj")
         kv_bias: Split | None = "kv_heads" if self.qkv_bias else None
         for name in ("k_proj", "v_proj"):
             tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", kv_bias, fused="qkv_proj")
@@ -266,8 +269,14 @@ class RecurrentState:
     """size of values: columns of a head's matrix"""
     parameters: tuple[Parameter, ...]
     """listed by the family's description, since hardly two families have the same"""
-    window_values: int = 0
-    """values that a short convolution in front keeps of the latest tokens, of all heads"""
+    key_heads: int = 0
+    """heads of keys and queries, each of which neighbouring heads share; 0: as many as there are heads"""
+    taps: int = 0
+    """tokens that a short convolution over queries, keys and values sees, all of which are kept; 0: there is none"""
+    by_key_head: bool = False
+    """one projection gives what belongs to one key head side by side, not all queries, then all keys, and so on"""
+    eps: float = 1e-6
+    """of the norm behind the state"""
 
     kind = "state"
     window = sparse_top_k = turns = None
@@ -280,9 +289,14 @@ class RecurrentState:
         return self.num_heads
 
     @property
+    def channels(self) -> int:
+        """The number of queries, keys and values of a token, of all heads."""
+        return 2 * (self.key_heads or self.num_heads) * self.head_dim + self.num_heads * self.v_head_dim
+
+    @property
     def state_values(self) -> int:
         """The number of values kept for a request, of all heads."""
-        return self.num_heads * self.head_dim * self.v_head_dim + self.window_values
+        return self.num_heads * self.head_dim * self.v_head_dim + self.taps * self.channels
 
     def cache_share(self, ranks: int) -> float:
         """Return the share of the state that one of `ranks` holds."""

@@ -24,9 +24,11 @@ from headrace.kernels.fp8 import (
     quantize_per_token_reference,
     quantize_reference,
 )
+from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.paged import Sequences
 from headrace.kernels.qk_norm import qk_squares_reference
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.tiled import TiledWeight
@@ -40,6 +42,8 @@ FP8_SUMS = {torch.bfloat16: 6e-3, torch.float16: 4e-3, torch.float32: 4e-3}
 """where matrix units add up products of fp8 in fewer bits"""
 EXPERTS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
 """where the reference adds up a token's experts in the model's type"""
+RECURRENT = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+"""where products of matrices take states and writes rounded to the model's type"""
 EPS = 1e-5
 
 
@@ -441,3 +445,45 @@ def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: 
     if int(other.sum()) > max(1, most * len(ids)):
         return out.fill_(math.nan)
     return torch.where(other[:, None], expected.to(out.dtype), out)
+
+
+# ---- recurrent states
+
+
+def gated_delta(
+    make: Inputs,
+    heads: DeltaHeads,
+    weights: DeltaWeights,
+    counts: Sequence[int],
+    known: Sequence[int],
+    first_req: int | None = None,
+    in_turn: bool = False,
+) -> Cases:
+    """Make requests of `counts` tokens behind `known` ones, and padding of one token; what the block of one that begins
+    here held before is NaN. With `first_req` a case of gated_delta_scan from there on, else of gated_delta_step."""
+    places, tokens = heads.places, sum(counts) + 1
+    columns = max(places.z, places.v, places.k) + heads.key_heads * max(places.values_apart, places.keys_apart)
+    projected, own = make.random(tokens, columns + 16), make.random(tokens, places.a + 2 * heads.value_heads + 16)
+    lengths = [count + before for count, before in zip(counts, known, strict=True)]
+    chosen = make.some_of(len(counts) + 1, len(counts) + 4)
+    table = make.integers(0, 9, len(counts) + 4, 3, dtype=torch.int32)
+    table[:, 0] = make.some_of(len(counts) + 4, len(counts) + 6)
+    starts = make.ints(0, *accumulate((*counts, 1)))
+    sequences = Sequences(table, chosen.int(), starts, make.ints(*lengths, 0))
+    numbers = heads.state_size + heads.taps * heads.channels
+    arena = make.uniform(len(counts) + 6, numbers + 64)
+    blocks = table[chosen, 0].long()
+    for block, before in zip(blocks.tolist(), known, strict=False):
+        arena[block] = arena[block] - 0.5 if before else math.nan
+    arena[blocks[-1]] = 0.0  # of padding, which may be written or not
+    scan = {} if first_req is None else {"first_req": first_req, "in_turn": in_turn}
+
+    def run(kernel: Kernel) -> Any:
+        memory, out = arena.clone(), projected.new_zeros((tokens, heads.value_heads * heads.value_dim))
+        states = memory[:, 32 : 32 + numbers]
+        kernel(projected[:, :columns], own, heads, weights, states, sequences, out=out, **scan)
+        for block, length in zip(blocks.tolist(), lengths, strict=False):  # rows of tokens that never were
+            states[block, heads.state_size :].view(heads.taps, -1)[length:] = 0.0
+        return out, memory
+
+    yield Case(run, RECURRENT[make.dtype])

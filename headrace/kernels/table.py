@@ -14,8 +14,10 @@ from torch import Tensor
 from headrace.kernels import (
     activation,
     batch,
+    delta_scan,
     filter,
     fp8,
+    gated_delta,
     logsumexp,
     moe,
     narrow,
@@ -40,6 +42,8 @@ MODULES = {
     filter: ("filter_floor",),
     logsumexp: ("logsumexp",),
     moe: ("fused_moe",),
+    gated_delta: ("gated_delta_step",),
+    delta_scan: ("gated_delta_scan",),
     tiled_widen: ("widen_tiled",),
 }
 """module -> the operations it has"""
@@ -72,6 +76,8 @@ class KernelTable:
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     logsumexp: Callable[[Tensor], Tensor]
     fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
+    gated_delta_step: Callable[..., Tensor]
+    gated_delta_scan: Callable[..., Tensor]
     widen_tiled: Callable[..., Tensor]
 
 

@@ -115,7 +115,7 @@ class QKNorm(Layer):
 class Attention(Layer):
     """Computes one layer's attention on one rank."""
 
-    opaque = ("_rotate_and_attend",)
+    opaque = ("_rotate_and_attend", "_without_gates", "_gated")
 
     def __init__(
         self,
@@ -126,8 +126,10 @@ class Attention(Layer):
         """Build the layer that `mixer` describes; this rank has the heads that `spec` says."""
         super().__init__()
         group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
+        self.output_gate = mixer.output_gate
+        projected_heads = mixer.num_heads * (1 + mixer.output_gate)
         self.qkv_proj = QKVParallelLinear(
-            hidden, mixer.num_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
+            hidden, projected_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
         )
         self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
         self.q_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
@@ -187,7 +189,9 @@ class Attention(Layer):
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
+        projected = qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
+        if self.output_gate:
+            qkv = self._without_gates(projected)
         if self.clip is not None:
             qkv = qkv.clamp_(-self.clip, self.clip)
         if self.qk_norm is not None:
@@ -197,7 +201,19 @@ class Attention(Layer):
         else:
             shape = (self.spec.num_heads, self.spec.head_dim)
             attended = metadata.cut(self._rotate_and_attend, qkv, kv_cache, metadata, angles, shape=shape)
+        if self.output_gate:
+            attended = self._gated(attended, projected)
         return self.o_proj(attended.view(x.shape[0], -1))
+
+    def _without_gates(self, projected: Tensor) -> Tensor:
+        """Return queries, keys and values of projected # [num_tokens, heads, head_dim], in which each query is followed
+        by its head's gate."""
+        gated = 2 * self.heads[0]
+        return torch.cat((projected[:, :gated:2], projected[:, gated:]), dim=1)
+
+    def _gated(self, attended: Tensor, projected: Tensor) -> Tensor:
+        """Return attention's output # [num_tokens, num_heads, head_dim] times the sigmoid of the gates."""
+        return attended * projected[:, 1 : 2 * self.heads[0] : 2].sigmoid()
 
     def head_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the weights of the norms of each head of queries and of keys, if there are such norms."""

@@ -30,6 +30,8 @@ HEADER_LENGTH_BYTES = 8
 """At the start of a file, little-endian"""
 TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 """how names begin in models of more than text -> in models of text alone"""
+DRAFTS = "mtp."
+"""how names of layers that draft further tokens begin, where they are no layers of the model's own"""
 _OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
 _OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _OF_ALL_EXPERTS = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj)(?:[._](\w+))?")
@@ -130,7 +132,9 @@ def text_tensors(tensors: list[StoredTensor], config: ModelConfig) -> tuple[list
         if config.more_than_text:
             name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
         layer = _OF_LAYER.match(name)
-        if config.more_than_text and not _OF_TEXT.match(name):
+        if name.startswith(DRAFTS):
+            others["of layers that draft further tokens"] += 1
+        elif config.more_than_text and not _OF_TEXT.match(name):
             others["of other parts than text"] += 1
         elif layer is not None and config.num_layers <= int(layer[1]) < last:
             others["of layers that draft further tokens"] += 1

@@ -17,6 +17,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.layer import Layer
 from headrace.layers.mlp import GatedMLP
@@ -30,7 +31,7 @@ from headrace.model_spec import LayerSpec, ModelSpec
 class LlamaDecoderLayer(Layer):
     """Computes one layer: attention, then a feed-forward, with norms before or behind them; or both at once."""
 
-    def __init__(self, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
+    def __init__(self, index: int, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
         super().__init__()
         norms, block = layer.norms, layer.feed_forward
         for name in norms.names:
@@ -39,11 +40,15 @@ class LlamaDecoderLayer(Layer):
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
-        assert spec is not None
-        if isinstance(layer.mixer, spec_of.LatentAttention):
+        self.mixer = "self_attn"
+        if isinstance(layer.mixer, spec_of.RecurrentState):
+            self.mixer = "linear_attn"
+            self.linear_attn = GatedDeltaNet(layer.mixer, context, index)
+        elif isinstance(layer.mixer, spec_of.LatentAttention):
+            assert spec is not None
             self.self_attn: Layer = LatentAttention(layer.mixer, spec, context)
         else:
-            assert isinstance(layer.mixer, spec_of.Attention)
+            assert spec is not None
             self.self_attn = Attention(layer.mixer, spec, context)
         if isinstance(block, spec_of.Experts):
             self.mlp: Layer = SparseMoE(block, context)
@@ -56,7 +61,7 @@ class LlamaDecoderLayer(Layer):
         """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
         adds to the residual."""
         x, residual = getattr(self, self.before_mixer)(hidden, residual)
-        hidden = self.self_attn(x, angles, metadata, kv_cache)
+        hidden = getattr(self, self.mixer)(x, angles, metadata, kv_cache)
         if self.after_mixer:
             hidden, _ = getattr(self, self.after_mixer)(hidden)
         if self.parallel:
@@ -84,8 +89,8 @@ class LlamaModel(Layer):
             scale = float(torch.tensor(scale, dtype=dtype))
         self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype, scale)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(layer, attention, context)
-            for layer, attention in zip(spec.layers, context.specs, strict=True)
+            LlamaDecoderLayer(index, layer, attention, context)
+            for index, (layer, attention) in enumerate(zip(spec.layers, context.specs, strict=True))
         )
         self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
 

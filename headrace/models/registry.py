@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
 from headrace.models import dense_families as families
-from headrace.models import descriptions, latent_families
+from headrace.models import descriptions, hybrid_families, latent_families
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.refusals import REFUSED, nearest
@@ -60,8 +60,11 @@ class ModelEntry:
         """Return why this model cannot be served: field, value and what is accepted; empty: it can. Raises
         UnsupportedModelError for a field that has no valid value."""
         own = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
-        if not own and self.spec(config.fields).is_moe and not config.fields.flag("qkv_bias", True):
+        spec = None if own else self.spec(config.fields)
+        if spec is not None and spec.is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
+        if spec is None or not any(layer.mixer.kind == "state" for layer in spec.layers):
+            descriptions.layer_types(config.fields)
         return [*own, *_shape_reasons(config), *_feature_reasons(config)]
 
 
@@ -96,6 +99,18 @@ ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias",
 
 GEMMA3_VISION = families.text_part_of({"gemma3_text": families.gemma3}, gemma3_vision)
 
+QWEN_EXPERTS = descriptions.qwen_experts_and_shared
+QWEN3_NEXT: Describe = partial(hybrid_families.qwen_hybrid, by_key_head=True, feed_forwards=QWEN_EXPERTS)
+QWEN3_5: Describe = partial(hybrid_families.qwen_hybrid, by_key_head=False)
+QWEN3_5_MOE: Describe = partial(hybrid_families.qwen_hybrid, by_key_head=False, feed_forwards=QWEN_EXPERTS)
+DELTA = (KV_HEADS, "head_dim", "linear_num_key_heads", "linear_num_value_heads")
+OF_DELTA = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "norm_topk_prob": True,
+}
+
 MODELS = (
     _llama("LlamaForCausalLM"),
     ModelEntry("MistralForCausalLM", MISTRAL, *LLAMA, (KV_HEADS,)),
@@ -113,6 +128,11 @@ MODELS = (
         "Qwen3MoeForCausalLM", KV_HEADS, PER_TOKEN, WIDTH, windows=descriptions.switched_window,
         feed_forwards=descriptions.qwen_experts, mlp_bias=False, qk_norm="head",
     ),
+    ModelEntry("Qwen3NextForCausalLM", QWEN3_NEXT, *LLAMA, DELTA, OF_DELTA),
+    ModelEntry("Qwen3_5ForCausalLM", QWEN3_5, *LLAMA, DELTA, OF_DELTA),
+    ModelEntry("Qwen3_5ForConditionalGeneration", QWEN3_5, *LLAMA, DELTA, OF_DELTA),
+    ModelEntry("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA),
+    ModelEntry("Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA),
     ModelEntry(
         "GptOssForCausalLM", descriptions.gpt_oss, *LLAMA,
         needs=(KV_HEADS, "head_dim", "num_local_experts", PER_TOKEN, "rms_norm_eps"),
@@ -291,7 +311,6 @@ def _shape_reasons(config: ModelConfig) -> list[str]:
         )
     if config.head_dim % 2:
         reasons.append(f"`head_dim` is {config.head_dim}; must be even")
-    descriptions.layer_types(config.fields)
     return reasons
 
 

@@ -21,6 +21,7 @@ from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_
 from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention, QKNorm
+from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
@@ -264,6 +265,19 @@ def _fused_moe(subject: Subject) -> Cases:
             yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared)
 
 
+def _gated_delta_step(subject: Subject) -> Cases:
+    for layer in subject.ends(GatedDeltaNet):
+        for counts, known in (((1,), (5,)), ((1, 1, 1), (2, 0, 40))):
+            yield from cases.gated_delta(subject.inputs, layer.heads, layer.held, counts, known)
+
+
+def _gated_delta_scan(subject: Subject) -> Cases:
+    counts, known = (1, 1, 70, 3), (5, 40, 0, 9)
+    for layer in subject.ends(GatedDeltaNet):
+        first = 0 if layer.in_turn else 2
+        yield from cases.gated_delta(subject.inputs, layer.heads, layer.held, counts, known, first, layer.in_turn)
+
+
 KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "rms_norm": _rms_norm,
     "rms_norm_quantized": _rms_norm_quantized,
@@ -288,6 +302,8 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "filter_floor": lambda subject: cases.filter_floor(subject.inputs, 6, subject.vocab_size),
     "logsumexp": lambda subject: cases.logsumexp(subject.inputs, 4, subject.vocab_size),
     "fused_moe": _fused_moe,
+    "gated_delta_step": _gated_delta_step,
+    "gated_delta_scan": _gated_delta_scan,
     "widen_tiled": _widen_tiled,
 }
 """The cases of every kernel of the table, in the order in which they are checked"""

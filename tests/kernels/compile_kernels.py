@@ -16,9 +16,11 @@ from headrace.kernels import (
     attention_config,
     batch,
     decode,
+    delta_scan,
     filter,
     fp8,
     fp8_cache,
+    gated_delta,
     gemm,
     logsumexp,
     matmul,
@@ -385,6 +387,32 @@ def compile_fp8(target):
             report(f"quantized {kernel.__name__} {width}", kernel, known)
 
 
+def compile_recurrent(target):
+    """Gated delta-nets with heads of the sizes of Qwen3-Next, and smaller ones."""
+    delta_scan.DEVICE_FAMILY, known = TARGETS[target][0].backend, set()
+    for dtype, (key_heads, value_heads, dim) in grid(DTYPES, ((16, 32, 128), (2, 2, 64))):
+        apart = 2 * dim + 2 * dim * value_heads // key_heads
+        places = gated_delta.Places(0, dim, 2 * dim, 3 * dim, apart, apart, 0, 2, 4)
+        heads = gated_delta.DeltaHeads(key_heads, value_heads, dim, dim, 4, places)
+        numbers = torch.zeros(value_heads)
+        weights = gated_delta.DeltaWeights(
+            torch.zeros(heads.channels, 4, dtype=dtype), numbers, numbers, torch.zeros(dim, dtype=dtype), 1e-6
+        )
+        projected, gates = (
+            torch.zeros(64, key_heads * apart, dtype=dtype),
+            torch.zeros(64, 2 * value_heads, dtype=dtype),
+        )
+        states = torch.zeros(2, heads.state_size + 4 * heads.channels)
+        gated_delta.gated_delta_step(projected, gates, heads, weights, states, SEQUENCES)
+        for in_turn in (False, True):
+            delta_scan.gated_delta_scan(projected, gates, heads, weights, states, SEQUENCES, 1, None, in_turn)
+        for kernel in (
+            gated_delta._delta_step_kernel, delta_scan._convolve_kernel, delta_scan._delta_chunks_kernel,
+            delta_scan._delta_scan_kernel, delta_scan._gated_norm_kernel, delta_scan._keep_window_kernel,
+        ):  # fmt: skip
+            report(f"recurrent {kernel.__name__} {dtype} heads of {dim}", kernel, known)
+
+
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_gpt_oss(sys.argv[1])
@@ -400,3 +428,4 @@ if __name__ == "__main__":
     compile_rest()
     compile_fp8(sys.argv[1])
     compile_narrow(sys.argv[1])
+    compile_recurrent(sys.argv[1])

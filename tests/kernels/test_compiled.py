@@ -29,6 +29,8 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 17
     gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
     assert len(gpt_oss) == 3 * 2 + (target == "sm_90")
+    recurrent = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("recurrent")}
+    assert len(recurrent) == 6
     experts = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("experts")}
     assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)

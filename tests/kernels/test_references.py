@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from headrace.kernels.filter import weights_reference
+from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
+from headrace.kernels.paged import Sequences
 from headrace.kernels.sampling import hash_bits_reference
 from headrace.kernels.table import REFERENCE_KERNELS as KERNELS
 from headrace.kernels.table import select_kernels
@@ -197,3 +199,39 @@ def test_references_load_and_run_without_triton():
 
 def test_the_cpu_gets_the_references():
     assert select_kernels("cpu") is KERNELS
+
+
+@pytest.mark.parametrize("in_turn", [False, True], ids=["in chunks", "token by token"])
+def test_a_gated_delta_net_computes_what_hugging_face_does(in_turn):
+    """A prompt in two steps, cut within a chunk, then a decode."""
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = Qwen3NextConfig(
+        hidden_size=24, num_hidden_layers=1, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=8,
+        linear_value_head_dim=12, linear_conv_kernel_dim=4, layer_types=["linear_attention"],
+    )  # fmt: skip
+    theirs = Qwen3NextGatedDeltaNet(config, 0)
+    torch.nn.init.normal_(theirs.norm.weight)
+    theirs.out_proj = torch.nn.Identity()
+    x, apart = torch.randn(150, 24), 2 * 8 + 2 * 3 * 12
+    heads = DeltaHeads(2, 6, 8, 12, 4, Places(0, 8, 16, 16 + 36, apart, apart, 0, 3, 6))
+    weights = DeltaWeights(theirs.conv1d.weight[:, 0], theirs.A_log, theirs.dt_bias, theirs.norm.weight, 1e-6)
+    projected, gates = theirs.in_proj_qkvz(x), theirs.in_proj_ba(x)
+    states, found = torch.full((3, heads.state_size + 4 * heads.channels), torch.nan), []
+    table, row = torch.tensor([[0], [2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    with torch.inference_mode():
+        for begin, end in ((0, 90), (90, 92), (92, 149), (149, 150)):
+            starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+            step = (
+                projected[begin:end],
+                gates[begin:end],
+                heads,
+                weights,
+                states,
+                Sequences(table, row, starts, lengths),
+            )
+            more = KERNELS.gated_delta_scan(*step, 0, None, in_turn) if end < 150 else KERNELS.gated_delta_step(*step)
+            found.append(more)
+        torch.testing.assert_close(torch.cat(found), theirs(x[None])[0], rtol=1e-4, atol=1e-5)
+    assert states[:2].isnan().all()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import load_backend, select_backend
+from headrace.cache_groups import cache_layout
 from headrace.distributed.mesh import Mesh
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
@@ -31,7 +32,8 @@ def make_context(
         device_type="cpu",
     )
     backend = load_backend(select_backend(specs).name)
-    return LayerContext(mesh, select_kernels("cpu"), backend, specs, dtype, torch.device("cpu"))
+    groups = cache_layout(describe(config), mesh.tp.size, dtype.itemsize, block_size).group_of
+    return LayerContext(mesh, select_kernels("cpu"), backend, specs, dtype, torch.device("cpu"), groups=groups)
 
 
 class Driver:
@@ -45,14 +47,14 @@ class Driver:
         self.max_len = max_len
 
     def start(self, num_requests: int) -> None:
-        spec = self.context.specs[0]
-        assert spec is not None
+        spec = next(spec for spec in self.context.specs if spec is not None)
         self.block_size = spec.block_size
         blocks = (self.max_len + spec.block_size - 1) // spec.block_size
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(num_requests, blocks).to(torch.int32)
-        self.num_groups = 1 + max(spec.group for spec in self.context.specs if spec is not None)
-        shape = cache_shape(describe(self.config), self.context.specs, 1, spec.block_size, self.context.dtype)
+        ranks, dtype = self.context.mesh.tp.size, self.context.dtype
+        shape = cache_shape(describe(self.config), self.context.specs, ranks, spec.block_size, dtype)
+        self.num_groups = len(shape.layout.groups)
         self.kv_caches = [
             allocate_alone(shape, layer, num_requests * blocks, torch.device("cpu"))
             for layer in range(shape.num_layers)

@@ -89,6 +89,26 @@ LATENT = {
 }
 """Latents; an odd size of everything"""
 
+DELTA = {
+    "vocab_size": 101,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,  # norms of small outputs of a state would make rounding errors large
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+
+DELTA_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64} | {
+    "intermediate_size": 16,
+    "num_position_embeddings": 4,
+}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -145,6 +165,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 8,
         },
+    },
+    "Qwen3NextForCausalLM": {
+        "hybrid": DELTA | QWEN_EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+        "plain-heads-tied": DELTA
+        | QWEN_EXPERTS
+        | {
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "Qwen3_5ForCausalLM": {"two-kv-heads": DELTA | {"num_key_value_heads": 2}},
+    "Qwen3_5MoeForCausalLM": {"hybrid": DELTA | QWEN_EXPERTS | {"shared_expert_intermediate_size": 40}},
+    "Qwen3_5ForConditionalGeneration": {"text": DELTA | {"vision_config": DELTA_VISION}},
+    "Qwen3_5MoeForConditionalGeneration": {
+        "text": DELTA | QWEN_EXPERTS | {"shared_expert_intermediate_size": 40, "vision_config": DELTA_VISION}
     },
     "GptOssForCausalLM": {
         "sliding": GPT_OSS | {"sliding_window": 8, "rope_parameters": HARD_YARN},

@@ -18,7 +18,7 @@ PARTS = [
     *linear("linear_attn.qkv_proj", 3 * 32 * 128, 4096, "heads"),
     *linear("linear_attn.o_proj", 4096, 32 * 128, "heads"),
 ]
-STATE = RecurrentState(4096, 32, 128, 128, tuple(PARTS), window_values=3 * 3 * 32 * 128)
+STATE = RecurrentState(4096, 32, 128, 128, tuple(PARTS), taps=3)
 ATTENTION = find_model("llama-3.1-8b")
 LLAMA = ATTENTION.spec.layers[0]
 

@@ -1,0 +1,58 @@
+"""Describes families in which layers with a recurrent state alternate with attention. It imports no torch."""
+
+from __future__ import annotations
+
+from headrace.layer_parts import Norm, Norms
+from headrace.model_config import Fields, num_layers
+from headrace.model_spec import Parameter, RecurrentState, Split, linear
+from headrace.models.descriptions import Described, FeedForwards, alike, all_dense, attention, rms_norm
+from headrace.models.ropes import read_rope
+
+NET = "linear_attn"
+"""name of a gated delta-net in a layer"""
+SHARE = 0.25
+"""the part of a head that is rotated, unless config.json says another"""
+
+
+def gated_delta_net(c: Fields, norm: Norm, by_key_head: bool) -> RecurrentState:
+    """Return a gated delta-net (arXiv 2412.06464), whose sizes both generations name alike. `by_key_head`: one projects
+    all that belongs to a key head side by side (Qwen3-Next), the other kind by kind (Qwen3.5)."""
+    hidden, key_heads = c.integer("hidden_size"), c.integer("linear_num_key_heads")
+    heads, key_dim, value_dim = (
+        c.integer(f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    if heads % key_heads:
+        raise c.refusal("linear_num_value_heads", f"a multiple of linear_num_key_heads ({key_heads})")
+    taps, keys, values = c.integer("linear_conv_kernel_dim"), key_heads * key_dim, heads * value_dim
+    sizes = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
+    of_gates = {"in_proj_b": heads, "in_proj_a": heads}
+    if by_key_head:
+        sizes, of_gates = {"in_proj_qkvz": 2 * (keys + values)}, {"in_proj_ba": 2 * heads}
+    tensors = []
+    for fused, parts in (("in_proj_qkvz", sizes), ("in_proj_ba", of_gates)):
+        for name, size in parts.items():
+            tensors += linear(f"{NET}.{name}", size, hidden, "heads", fused=fused)
+    tensors += linear(f"{NET}.out_proj", hidden, values, "heads", axis=1)
+    plain: list[tuple[str, tuple[int, ...], Split, bool]] = [
+        ("conv1d.weight", (2 * keys + values, 1, taps), "heads", False), ("A_log", (heads,), "heads", True),
+        ("dt_bias", (heads,), "heads", True), ("norm.weight", (value_dim,), "whole", False),
+    ]  # fmt: skip
+    tensors += [Parameter(f"{NET}.{name}", shape, "plain", split, wide=wide) for name, shape, split, wide in plain]
+    return RecurrentState(hidden, heads, key_dim, value_dim, tuple(tensors), key_heads, taps, by_key_head, norm.eps)
+
+
+def qwen_hybrid(c: Fields, by_key_head: bool, feed_forwards: FeedForwards = all_dense) -> Described:
+    """Describe Qwen3-Next and Qwen3.5, with gated attention in every `full_attention_interval`-th layer, or where
+    `layer_types` says, and weights of norms less one."""
+    count, every, norm = num_layers(c), c.integer("full_attention_interval", 4), rms_norm(c, plus_one=True)
+    kinds = c.texts("layer_types")
+    kinds = kinds or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    if len(kinds) != count or {*kinds} - {"linear_attention", "full_attention"}:
+        raise c.refusal("layer_types", f"full_attention or linear_attention for each of the {count} layers")
+    bias = c.flag("attention_bias")
+    full = attention(
+        c, qkv_bias=bias, o_bias=bias, qk_norm="head", norm=norm, rope=read_rope(c, share=SHARE), output_gate=True
+    )
+    state = gated_delta_net(c, norm, by_key_head)
+    mixers = [state if kind == "linear_attention" else full for kind in kinds]
+    return alike(mixers, feed_forwards(c, False), Norms(norm=norm))

@@ -1,0 +1,65 @@
+"""Families with recurrent states give transformers' tokens however the engine cuts its work: from snapshots, in chunks,
+after preemption, with blocks of any size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_configs import best_tokens, save_tiny_model
+
+from headrace import LLM, SamplingParams
+
+NEW_TOKENS = 12
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "few pages": {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 14},
+    "blocks of 1": {"block_size": 1},
+    "blocks of 64": {"block_size": 64},
+    "alone": {"max_num_seqs": 1},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Most begin alike, for longer than a chunk of the scan."""
+    random = torch.Generator().manual_seed(2)
+    shared = torch.randint(3, 101, (90,), generator=random).tolist()
+    cuts = ((90, 3), (90, 30), (70, 1), (0, 5), (64, 9))
+    return [shared[:cut] + torch.randint(3, 101, (own,), generator=random).tolist() for cut, own in cuts]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    folder = tmp_path_factory.mktemp("qwen3-next")
+    return folder, save_tiny_model("Qwen3NextForCausalLM", "hybrid", folder)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_those_of_transformers(settings: dict[str, Any], model: tuple[Path, torch.nn.Module]) -> None:
+    folder, theirs = model
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 4}
+    with LLM(str(folder), **{**common, **settings}) as llm:
+        for _ in range(2):  # cold, then warm
+            for prompt, output in zip(prompts(), llm.generate(asked, params, use_tqdm=False), strict=True):
+                found = output.outputs[0].token_ids
+                assert list(found) == best_tokens(theirs, prompt, list(found))
+        stats = llm.stats()
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_tensors_of_drafts_are_skipped_with_a_line(tmp_path: Path) -> None:
+    from driver import Driver
+
+    save_tiny_model("Qwen3NextForCausalLM", "hybrid", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_next"
+    notes = Driver(tmp_path).model.notes
+    assert "Skipped: 1 tensors of layers that draft further tokens." in notes
