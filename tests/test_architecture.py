@@ -76,6 +76,16 @@ def test_root_modules_have_no_import_circle() -> None:
         edges = {name: targets for name, targets in edges.items() if name not in free}
 
 
+def test_structured_outputs_has_no_import_circle() -> None:
+    prefix = "headrace.structured_outputs."
+    paths = {f"{prefix}{path.stem}": path for path in PACKAGE.glob("structured_outputs/*.py")}
+    edges = {name: {*imported_modules(path)} & paths.keys() for name, path in paths.items()}
+    while edges:
+        free = {name for name, targets in edges.items() if not targets & edges.keys()}
+        assert free, f"circle among {sorted(edges)}"
+        edges = {name: targets for name, targets in edges.items() if name not in free}
+
+
 def test_scheduler_imports_only_root_modules_and_kernels_nothing_of_ours() -> None:
     for path in PACKAGE.glob("scheduler/*.py"):
         assert own_folders(path) <= ROOT_MODULES | {"scheduler"}, path

@@ -17,9 +17,9 @@ from headrace.server.tool_use import ToolUse
 from headrace.structured_outputs.call_grammar import calls_grammar
 from headrace.structured_outputs.grammar import Grammar, after_reasoning, either, literal, sequence
 from headrace.structured_outputs.harmony import in_final
-from headrace.structured_outputs.limits import SPACE
+from headrace.structured_outputs.limits import GAP
 
-_SPACE = Grammar(f"(/{SPACE}/)?")
+_SPACE = Grammar(f"(/{GAP}/)?")
 """What some models write before they open a thought, as GLM does."""
 MAX_KEPT = 64
 """Sets of tools whose grammars are kept: an agent sends the same ones in every turn, and twenty take 20 ms."""

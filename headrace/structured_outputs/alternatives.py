@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.errors import RequestError, quoted
-from headrace.structured_outputs.difference import as_python, intersection
-from headrace.structured_outputs.negation import TYPES, plain, type_of
-from headrace.structured_outputs.pattern import Unreadable
+from headrace.structured_outputs.limits import MAX_WAYS
+from headrace.structured_outputs.overlap import TYPES, type_of
+from headrace.structured_outputs.regex import as_python
 from headrace.structured_outputs.schema import NUMBERS, JsonOptions, checked_schema
 
 Schema = dict[str, Any]
-MAX_ALTERNATIVES = 64
-"""How many alternatives a schema may be written out as."""
 MAX_DEPTH = 32
 """How deep references and combinations may lie within each other before there is a value."""
 _TYPE_OF_KEYWORD = {
     "properties": "object", "patternProperties": "object", "additionalProperties": "object", "required": "object",
     "minProperties": "object", "maxProperties": "object", "items": "array", "prefixItems": "array",
-    "minItems": "array", "maxItems": "array", "uniqueItems": "array",
+    "minItems": "array", "maxItems": "array",
     "pattern": "string", "minLength": "string", "maxLength": "string",
     "format": "string", **dict.fromkeys(sorted(NUMBERS), "number"),
 }  # fmt: skip
@@ -68,7 +65,10 @@ class Schemas:
 
     def alone(self, schema: Schema) -> Schema:
         """Return a part of the parameters as a whole schema."""
-        return {**schema, "$defs": self.root["$defs"]} if "$defs" in self.root else schema
+        found = {key: value for key, value in schema.items() if key != "pattern"}
+        if patterns := patterns_of(schema):
+            found["allOf"] = [{"pattern": pattern} for pattern in patterns]
+        return {**found, "$defs": self.root["$defs"]} if "$defs" in self.root else found
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
         """Return schemas without $ref, allOf and anyOf; what any of them allows is allowed."""
@@ -87,8 +87,8 @@ class Schemas:
             except re.error:
                 raise self.refused(schema, "a pattern beside others") from None
             found = [pair for pair in pairs if pair is not None]
-            if len(found) > MAX_ALTERNATIVES:
-                raise self.refused(schema, f"more than {MAX_ALTERNATIVES} alternatives at one place")
+            if len(found) > MAX_WAYS:
+                raise self.refused(schema, f"more than {MAX_WAYS} alternatives at one place")
         return found
 
     def check_count(self, schema: Schema) -> None:
@@ -120,10 +120,7 @@ class Schemas:
             elif key == "const":
                 return None
             elif key == "pattern":
-                try:
-                    merged[key] = intersection(merged[key], value)
-                except Unreadable:
-                    raise self.refused(other, "two patterns at one place") from None
+                merged[key] = list(dict.fromkeys([*patterns_of(merged), *patterns_of(other)]))
             elif key in ("additionalProperties", "items"):
                 merged[key] = {"allOf": [merged[key], value]}
             else:
@@ -172,7 +169,7 @@ def _of_place(schema: Schema, place: int) -> Any:
 
 def _is_empty(merged: Schema) -> bool:
     """Return whether it is certain, after two schemas have been merged, that nothing fits."""
-    if [] in (merged.get("type"), merged.get("enum")) or merged.get("pattern", "") is None:
+    if [] in (merged.get("type"), merged.get("enum")):
         return True
     kinds = {*(types(merged) or TYPES)}
     if kinds == {"array"}:
@@ -221,14 +218,16 @@ def _fits(value: Any, schema: Schema) -> bool:
             and value % schema.get("multipleOf", value or 1) == 0
         )
     if kind == "string":
-        return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)) and _finds(
-            schema.get("pattern", ""), value
+        return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)) and all(
+            _finds(pattern, value) for pattern in patterns_of(schema)
         )
-    return not schema.get("uniqueItems") or kind != "array" or _all_differ(value)
+    return True
 
 
-def _all_differ(items: list[Any]) -> bool:
-    return len({json.dumps(plain(item), sort_keys=True) for item in items}) == len(items)
+def patterns_of(schema: Schema) -> list[str]:
+    """Return the patterns that a text must have: `pattern` is a list where schemas with several were merged."""
+    found = schema.get("pattern", [])
+    return [found] if isinstance(found, str) else found
 
 
 def _finds(pattern: str, text: str) -> bool:

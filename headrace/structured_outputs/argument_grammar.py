@@ -11,7 +11,6 @@ from typing import Any
 from headrace.parsers.written import Tagged
 from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
 from headrace.structured_outputs.lark import Rules, escaped, without
-from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
@@ -36,14 +35,6 @@ def possible(write: Callable[[Schema, Schemas], str], schemas: Schemas) -> list[
     if not found:
         raise schemas.refused(schemas.root, "arguments of which none could be written")
     return found
-
-
-def written_pattern(schema: Schema, schemas: Schemas, stops: tuple[str, ...], taken: str = "") -> str:
-    """Return the pattern of the strings that a schema allows, as `string_pattern` does."""
-    try:
-        return string_pattern(schema, stops, taken)
-    except Unreadable:
-        raise schemas.refused(schema, "a pattern") from None
 
 
 class TaggedArguments:
@@ -116,7 +107,7 @@ class TaggedArguments:
                 continue
             others = [kind for kind in types(option) or ["string"] if kind != "string"]
             if len(others) < len(types(option) or ["string"]):
-                pattern = written_pattern(option, schemas, self._stops, _NUMBER_OR_WORD if mixed else "")
+                pattern = string_pattern(option, self._stops, _NUMBER_OR_WORD if mixed else "")
                 found.append(self._text(pattern, tags.middle, exact=mixed or not is_free(option)))
             if "number" in others and not option.keys() & NUMBERS:
                 others.remove("number")

@@ -144,7 +144,7 @@ def checked(grammar: Grammar, special: Marks, path: str) -> Grammar:
 
 def _error_of(grammar: Grammar, special: tuple[tuple[str, int], ...] = ()) -> str:
     """Return llguidance's reason against a grammar, in one line; nothing if it takes it."""
-    matcher = LLMatcher(_small_vocabulary(special), grammar.to_llguidance(), log_level=0, limits=LIMITS_OF_CHECK)
+    matcher = LLMatcher(_small_vocabulary(special), grammar.to_text(), log_level=0, limits=LIMITS_OF_CHECK)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if not matcher.is_error():

@@ -11,26 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from llguidance import regex_to_lark
-
-from headrace.structured_outputs.unique_places import has_unique, without_unique
 
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Forced text would be tokenized by llguidance, which takes "<|im_end|>" in a string for the mark of that name."""
 TEXT = "/(?s:.*)/"
 """Any text, of which marks are no part."""
-
-
-class Unique(NamedTuple):
-    """Represents JSON with arrays whose items must differ, which llguidance does not hold (unique_items.py)."""
-
-    mark: str
-    """The name under which what stands before it is captured; "": it begins where its grammar does."""
-    schema: str
-    """As JSON, with `uniqueItems`."""
 
 
 @dataclass(frozen=True)
@@ -43,60 +32,29 @@ class Grammar:
     """Rules that `start` or other rules refer to, as lines of Lark."""
     parts: tuple[str, ...] = ()
     """Grammars that they refer to with `@NAME`: llguidance's objects with a name, as JSON."""
-    unique: tuple[Unique, ...] = ()
-    may_be_empty: bool = True
-    """False: it is certain that no empty text matches."""
 
     def to_text(self) -> str:
-        """Return the text that crosses the socket to the engine core, which keeps the compiled form by it."""
-        return f"{json.dumps(self.unique)}\n{self.to_llguidance()}" if self.unique else self.to_llguidance()
-
-    def to_llguidance(self) -> str:
-        """Return the text that llguidance compiles: all but the arrays whose items must differ."""
+        """Return the text that llguidance compiles. It crosses the socket to the engine core, which keeps the compiled
+        form by it."""
         lark = "\n".join([HEADER + "start: " + self.start, *self.rules]) + "\n"
         parts = "".join(", " + part for part in self.parts)
         return f'{{"grammars": [{{"lark_grammar": {json.dumps(lark)}}}{parts}]}}'
-
-
-def split(text: str) -> tuple[str, list[Unique]]:
-    """Return what `Grammar.to_text` has put together: llguidance's text, and what it does not hold."""
-    if not text.startswith("["):
-        return text, []
-    unique, _, rest = text.partition("\n")
-    return rest, [Unique(*fields) for fields in json.loads(unique)]
 
 
 def _name(prefix: str, content: str) -> str:
     return f"{prefix}_{hashlib.blake2b(content.encode(errors='replace'), digest_size=9).hexdigest()}"
 
 
-def _with(start: str, grammars: Sequence[Grammar], may_be_empty: bool, *rules: str) -> Grammar:
+def _with(start: str, grammars: Sequence[Grammar]) -> Grammar:
     """Return a grammar whose `start` refers to rules of others, of which each is taken once."""
-    used = dict.fromkeys([*rules, *(rule for grammar in grammars for rule in grammar.rules)])
+    used = dict.fromkeys(rule for grammar in grammars for rule in grammar.rules)
     parts = dict.fromkeys(part for grammar in grammars for part in grammar.parts)
-    unique = dict.fromkeys(one for grammar in grammars for one in grammar.unique)
-    return Grammar(start, tuple(used), tuple(parts), tuple(unique), may_be_empty)
-
-
-def captured(grammar: Grammar, following: Grammar) -> tuple[Grammar, Grammar]:
-    """Return two grammars of which the second follows the first: where arrays of the second must have different items,
-    the first is captured under a name, by which they are found."""
-    begin = [one for one in following.unique if not one.mark]
-    if not begin:
-        return grammar, following
-    mark = _name("mark", grammar.start)
-    first = _with(mark, [grammar], grammar.may_be_empty, f'{mark}[capture="{mark}"]: {grammar.start}')
-    marked = [one._replace(mark=mark) for one in begin]
-    kept = begin if grammar.may_be_empty else []
-    others = [one for one in following.unique if one.mark]
-    return first, replace(following, unique=(*kept, *marked, *others))
+    return Grammar(start, tuple(used), tuple(parts))
 
 
 def of_text(text: str) -> Grammar:
     """Return the grammar of exactly this text; characters that spell a mark stay characters."""
-    return Grammar(
-        json.dumps(text), may_be_empty=not text
-    )  # in ASCII: Lark's lexer here takes no control characters in a string
+    return Grammar(json.dumps(text))  # in ASCII: Lark's lexer here takes no control characters in a string
 
 
 def literal(text: str, special: Mapping[str, int]) -> Grammar:
@@ -105,7 +63,7 @@ def literal(text: str, special: Mapping[str, int]) -> Grammar:
     pattern = "|".join(re.escape(mark) for mark in sorted(special, key=len, reverse=True) if mark in text)
     pieces = re.split(f"({pattern})", text) if pattern else [text]
     found = [f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece]
-    return Grammar(" ".join(found) or '""', may_be_empty=not text)
+    return Grammar(" ".join(found) or '""')
 
 
 def of_regex(pattern: str) -> Grammar:
@@ -122,8 +80,7 @@ def of_choice(texts: Sequence[str]) -> Grammar:
 
 def of_schema(schema: Mapping[str, Any]) -> Grammar:
     """Return the grammar of the JSON that a schema, in the form that schema.py makes, describes."""
-    unique = (Unique("", json.dumps(schema)),) if has_unique(schema) else ()
-    return replace(_named("json_schema", without_unique(schema)), unique=unique, may_be_empty=False)
+    return _named("json_schema", schema)
 
 
 def of_lark(lark: str) -> Grammar:
@@ -149,27 +106,18 @@ def any_text(excluded: Sequence[str] = ()) -> Grammar:
 
 def sequence(*grammars: Grammar) -> Grammar:
     """Return the grammar of one after the other."""
-    whole = Grammar('""')
-    for place, grammar in enumerate(grammars):
-        before, following = captured(whole, grammar) if place else (whole, grammar)
-        empty = before.may_be_empty and following.may_be_empty
-        start = f"{before.start} ({following.start})" if place else f"({following.start})"
-        whole = _with(start, [before, following], empty)
-    return whole
+    start = " ".join(f"({grammar.start})" for grammar in grammars) or '""'
+    return _with(start, grammars)
 
 
 def either(*grammars: Grammar) -> Grammar:
     """Return the grammar of any one of several."""
-    empty = any(grammar.may_be_empty for grammar in grammars)
-    return _with(" | ".join(f"({grammar.start})" for grammar in grammars), grammars, empty)
+    return _with(" | ".join(f"({grammar.start})" for grammar in grammars), grammars)
 
 
 def repeated(grammar: Grammar, at_least: int = 0, at_most: int | None = None) -> Grammar:
     """Return the grammar of so many of the same, one after the other."""
-    first, following = captured(grammar, grammar)  # of each but the first, the one before it is what it follows
-    both = replace(first, unique=(*grammar.unique, *following.unique))
-    empty = not at_least or grammar.may_be_empty
-    return _with(f"({first.start}){{{at_least},{'' if at_most is None else at_most}}}", [both], empty)
+    return _with(f"({grammar.start}){{{at_least},{'' if at_most is None else at_most}}}", [grammar])
 
 
 def up_to(trigger: str, special: Mapping[str, int]) -> Grammar:
@@ -179,7 +127,7 @@ def up_to(trigger: str, special: Mapping[str, int]) -> Grammar:
         return sequence(any_text(), literal(trigger, special))
     body = f"{TEXT} {json.dumps(trigger)}"
     name = _name("until", body)
-    return Grammar(name, (f"{name}[lazy]: {body}",), may_be_empty=False)
+    return Grammar(name, (f"{name}[lazy]: {body}",))
 
 
 def lazily(

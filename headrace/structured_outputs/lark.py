@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.structured_outputs.grammar import TEXT, Grammar, Unique, literal
-from headrace.structured_outputs.limits import SPACE
+from headrace.structured_outputs.grammar import TEXT, Grammar, literal
+from headrace.structured_outputs.limits import GAP
 from headrace.structured_outputs.schema import grammar_of_checked
 
 _OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`\s])|(?<=\{)(?=\")")
@@ -40,9 +40,6 @@ class Rules:
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
         self._parts: dict[str, None] = {}
-        self._unmarked: dict[str, Unique] = {}
-        """What stands for JSON -> its arrays whose items must differ."""
-        self._unique: dict[Unique, None] = {}
 
     def literal(self, text: str) -> str:
         """Return what matches just this text, marks as the tokens that they are."""
@@ -55,13 +52,9 @@ class Rules:
         return self.joined(first, *(part for piece in rest for part in (self.space, piece)))
 
     def joined(self, *parts: str) -> str:
-        """Put one after the other; optional white space next to optional white space is one. What stands before JSON
-        whose arrays must have different items is captured, by which they are found."""
+        """Put one after the other; optional white space next to optional white space is one."""
         found: list[str] = []
         for part in filter(None, parts):
-            if found and part in self._unmarked:
-                found = [self._captured(" ".join(found))]
-                self._unique[self._unmarked[part]._replace(mark=found[0])] = None
             if not (found and found[-1].endswith(self.space) and part.startswith(self.space)):
                 found.append(part)
             elif part != self.space:
@@ -71,7 +64,7 @@ class Rules:
     @property
     def space(self) -> str:
         """Optional white space."""
-        return self.terminal(f"/{SPACE}/") + "?"
+        return self.terminal(f"/{GAP}/") + "?"
 
     def terminal(self, pattern: str) -> str:
         """Return the name of a terminal with this pattern."""
@@ -107,14 +100,6 @@ class Rules:
             self.define(self.reserve(key, prefix), body, options)
         return self._names[key]
 
-    def _captured(self, body: str) -> str:
-        """Return the name of a rule whose matches are captured under that name."""
-        name = self.known("captured " + body)
-        if name is None:
-            name = self.reserve("captured " + body, "mark_")
-            self.define(name, body, f'[capture="{name}"]')
-        return name
-
     def known(self, key: str) -> str | None:
         """Return the name that was reserved for this key."""
         return self._names.get(key)
@@ -131,12 +116,9 @@ class Rules:
         self._lines.append(f"{name}{options}: {body}")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches JSON of this schema. Where its arrays must have different items, it is to be `joined` to
-        what stands before it."""
+        """Return what matches JSON of this schema."""
         grammar = grammar_of_checked(schema)
         self._parts.update(dict.fromkeys(grammar.parts))
-        for one in grammar.unique:
-            self._unmarked[grammar.start] = one
         return grammar.start
 
     def one_of(self, bodies: Iterable[str]) -> str:
@@ -146,4 +128,4 @@ class Rules:
 
     def grammar(self, start: str) -> Grammar:
         """Return the whole."""
-        return Grammar(start or '""', tuple(self._lines), tuple(self._parts), tuple(self._unique))
+        return Grammar(start or '""', tuple(self._lines), tuple(self._parts))

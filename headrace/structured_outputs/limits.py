@@ -29,10 +29,8 @@ MAX_ONE_OF = 128
 """Options of a `oneOf`, unless each of them names its values: every two are compared."""
 MAX_RESOLVED = 3_000
 """References that are followed to tell schemas apart: what lies behind them is compared again and again."""
-MAX_ARRANGED = 400
-"""Ways in which named properties may be there where they are counted, times their number."""
-MAX_DIFFERENT = 1_000
-"""Items of an array whose items must differ: each is compared with all before."""
+MAX_WAYS = 256
+"""Ways in which a keyword is written out."""
 MAX_PROPERTIES = 1_000
 """Properties of one object: the time grows with their square."""
 MAX_LEVELS = 200
@@ -67,9 +65,11 @@ LIMITS = _limits(3_000_000)
 """What a grammar may take to compile, to make one mask, and of its lexer in all answers, which share it."""
 LIMITS_OF_CHECK = _limits(1_000_000)
 """The same where a grammar is checked before it is used: what passes here, some 0.5 s at most, does so there."""
-SPACE = r"[ \t]{1,2}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,40}"
-"""White space where an answer may have any: one or two spaces, or one or two ends of lines with the next line's
-indentation. It has an end, so that an answer has one too."""
+SPACE = r"[ \t]{1,8}|\r?\n[ \t]{0,8}"
+"""White space where an answer may have any: up to eight blanks, or the end of a line and up to eight blanks. It has an
+end, so that an answer has one too: models that may write white space for ever now and then do."""
+GAP = r"[ \t]{1,8}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,8}"
+"""The same around the markup of calls and behind reasoning, where families write two ends of lines too."""
 
 
 def check_text(value: object, path: str, most: int = MAX_CHARS) -> str:

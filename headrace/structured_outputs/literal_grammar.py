@@ -11,13 +11,10 @@ from typing import Any
 
 from headrace.parsers.written import Literals
 from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
-from headrace.structured_outputs.argument_grammar import KEY, NUMBER, possible, written_pattern
-from headrace.structured_outputs.different_items import different_items
+from headrace.structured_outputs.argument_grammar import KEY, NUMBER, possible
 from headrace.structured_outputs.lark import Rules, without
-from headrace.structured_outputs.negation import few_values, plain
 from headrace.structured_outputs.schema import NUMBERS
-from headrace.structured_outputs.text_pattern import is_free
-from headrace.structured_outputs.unique_places import has_unique, wants_unique
+from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
 _PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
@@ -82,7 +79,7 @@ class LiteralArguments:
         if schema.keys() & {"patternProperties", "minProperties", "maxProperties"} or (
             "prefixItems" in schema and schema.get("minItems", 0) > len(schema["prefixItems"])
         ):
-            if self._syntax.quote is not None or has_unique(schemas.alone(schema)):
+            if self._syntax.quote is not None:
                 raise schemas.refused(schema, "patternProperties, minProperties, maxProperties or minItems")
             return [self._rules.json(schemas.alone({**schema, "x-guidance": _ESCAPES}))]
         return [self._of_type(kind, schema, schemas) for kind in kinds] if kinds else [self._anything()]
@@ -107,9 +104,9 @@ class LiteralArguments:
 
     def _string(self, schema: Schema, schemas: Schemas) -> str:
         if is_free(schema) or self._syntax.quote is not None:
-            return self._quoted(written_pattern(schema, schemas, self._stops))
+            return self._quoted(string_pattern(schema, self._stops))
         limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
-        return self._rules.json({"type": "string", **limits, "x-guidance": _ESCAPES})
+        return self._rules.json(schemas.alone({"type": "string", **limits, "x-guidance": _ESCAPES}))
 
     def _quoted(self, pattern: str) -> str:
         """What matches a string of a pattern; Python's may be any."""
@@ -118,8 +115,6 @@ class LiteralArguments:
         return f"{self._rules.literal(self._syntax.quote)} {self._rules.until(pattern, self._syntax.quote)}"
 
     def _array(self, schema: Schema, schemas: Schemas) -> str:
-        if wants_unique(schema):
-            return f"{self._rules.literal('[')} {self._different(schema, schemas)} {self._rules.literal(']')}"
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         first: list[str] = []
         rest = schema.get("items", True)
@@ -141,24 +136,6 @@ class LiteralArguments:
             inner = "" if most == 0 else item if most == 1 else f"{item} {more}"
             inner = f"({inner})?" if not least and inner else inner
         return self._rules.rule(f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}")
-
-    def _different(self, schema: Schema, schemas: Schemas) -> str:
-        """Items of which none comes twice: grammars know nothing of equality, but a few values may be named."""
-        named: dict[str, Any] = {}
-        for option in schemas.alternatives(schema.get("items", True)):
-            found = few_values(option) if (allowed := values(option)) is None else allowed
-            if found is None or "prefixItems" in schema:
-                raise schemas.refused(schema, "uniqueItems without an enum of the items")
-            for value in found:
-                named.setdefault(json.dumps(plain(value), sort_keys=True), value)
-        items = [self._written(value) for value in named.values() if self._writable(value)]
-        least = schema.get("minItems", 0)
-        if len(items) < least:
-            raise Impossible
-        different = different_items(self._rules, items, self._comma, least, schema.get("maxItems"))
-        if different is None:
-            raise schemas.refused(schema, f"uniqueItems of {len(items)} values")
-        return different
 
     @property
     def _comma(self) -> str:

@@ -21,9 +21,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
-from headrace.structured_outputs.grammar import split
 from headrace.structured_outputs.limits import LIMITS
-from headrace.structured_outputs.unique_items import TokenTexts, UniqueItems, parts_of
 
 MAX_THREADS = 32
 """Masks are made on all cores, since the engine waits for them; grammars are compiled on three of four."""
@@ -40,19 +38,16 @@ ANY_TOKEN = 0xFFFFFFFF
 class Matcher:
     """Follows one output through its grammar."""
 
-    __slots__ = ("__weakref__", "compiled", "copies", "error", "finished", "inner", "seconds", "spent", "unique")
+    __slots__ = ("__weakref__", "compiled", "copies", "error", "finished", "inner", "seconds", "spent")
 
     def __init__(
         self,
         inner: LLMatcher,
-        unique: UniqueItems | None = None,
         compiled: Matcher | None = None,
         seconds: float = 0.0,
     ) -> None:
         """`seconds`: in which it was compiled."""
         self.inner = inner
-        self.unique = unique
-        """What holds arrays whose items must differ; None: there are none."""
         self.seconds = seconds
         self.compiled = compiled or self
         """What this is a copy of, at first hand or not. All of them share one lexer."""
@@ -70,34 +65,14 @@ class Matcher:
     def advance(self, token_ids: Sequence[int]) -> int:
         """Take new tokens in, up to the one with which the output is complete; return how many were taken."""
         for place, token in enumerate(token_ids):
-            if self.finished or not self._take(token):
+            if self.finished or not self.inner.consume_token(token):
                 self.note_error()
                 return place
             self.finished = self.inner.is_stopped()
         return len(token_ids)
 
-    def _take(self, token: int) -> bool:
-        if self.unique is None:
-            return self.inner.consume_token(token)
-        return self.unique.take(token) and self.inner.consume_token(token) and self.unique.begin(token, self.inner)
-
-    def hold_unique(self, lines: np.ndarray, drafts: Sequence[int]) -> None:
-        """Remove tokens that would make an item equal to an earlier one from its masks # [1 + drafts, words] uint32:
-        from that for the next token, and from those behind `drafts` up to the first that is forbidden."""
-        if self.unique is None:
-            return
-        self.unique.forbid(lines[0])
-        ahead = self.copy() if drafts else self
-        for line, draft in zip(lines[1:], drafts, strict=True):
-            if not ahead.advance([draft]) or ahead.finished or ahead.unique is None:
-                break
-            ahead.unique.forbid(line)
-
     def note_error(self) -> None:
         """Set `error` if the grammar could not be followed."""
-        if self.unique is not None and self.unique.error and not self.error:
-            self.compiled.spent = self.unique.is_spent()
-            self.error = f"the output cannot follow its grammar any further: {self.unique.error}"
         if self.inner.is_error() and not self.error:
             again = self.compiled.inner.deep_copy()
             again.compute_bitmask()
@@ -106,7 +81,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Return a matcher at the same place, which goes on by itself."""
-        other = Matcher(self.inner.deep_copy(), self.unique and self.unique.copy(), self.compiled)
+        other = Matcher(self.inner.deep_copy(), self.compiled)
         other.finished, other.error = self.finished, self.error
         return other
 
@@ -136,7 +111,6 @@ class GrammarCompiler:
         """Grammar -> what it was compiled to, each time with a lexer of its own."""
         self._most_lexers = threads
         self._vocabulary = self._threads.submit(_prepared, make_vocabulary)
-        self._texts = self._threads.submit(lambda: TokenTexts(self._vocabulary.result()))
         self._eos: frozenset[int] | None = None
         self.num_compiled = 0
 
@@ -211,7 +185,6 @@ class GrammarCompiler:
             self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         reluctant = dict[frozenset[int], list[int]]()
         for first, one in _placed(wanted):
-            one.matcher.hold_unique(lines[first : first + 1 + len(one.drafts)], one.drafts)
             one.matcher.note_error()
             for place, tokens in enumerate(one.reluctant, first):
                 reluctant.setdefault(tokens, []).append(place)
@@ -242,17 +215,14 @@ class GrammarCompiler:
             raise
         except Exception as error:
             raise ConfigError(f"output cannot be held to a grammar: no vocabulary: {type(error).__name__}") from error
-        text, unique = split(grammar)
-        texts = self._texts.result() if unique else None
         began = time.perf_counter()
-        inner = LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
+        inner = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if not inner.is_error():
             inner.compute_bitmask()  # which makes the first parts of its automata; copies have them too
         if inner.is_error():
             raise RequestError(f"the grammar cannot be compiled: {_first_line(inner)}", "structured_outputs")
         self.num_compiled += not again
-        held = None if texts is None else UniqueItems(parts_of(unique), texts)
-        return Matcher(inner, held, seconds=time.perf_counter() - began)
+        return Matcher(inner, seconds=time.perf_counter() - began)
 
 
 def _placed(wanted: Sequence[Wanted]) -> Iterator[tuple[int, Wanted]]:

@@ -6,46 +6,40 @@ A complement may leave out some values (never add one): then fewer answers are p
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from headrace.structured_outputs.difference import difference
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
-from headrace.structured_outputs.limits import MAX_REGEX_CHARS
-from headrace.structured_outputs.pattern import Unreadable
+from headrace.structured_outputs.overlap import MAX_LEVELS, TYPES, Resolve, type_of
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")
-Resolve = Callable[[Any], Any]
-"""Returns a schema without `$ref` at its top."""
-MAX_LEVELS = 12
-"""Schemas within schemas that are looked into."""
-MAX_PLACES = 8
-"""Places in an array, from the first, at which an item is that does not fit."""
 MAX_TEXT = 128
 """Characters of a text that must not be the value."""
+WITHOUT_COMPLEMENT = frozenset((
+    "patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties", "dependencies",
+    "dependentRequired", "dependentSchemas", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains",
+    "uniqueItems", "pattern", "format", "multipleOf", "if", "$dynamicRef", "$recursiveRef",
+))  # fmt: skip
+"""Keywords whose complement cannot be written here. All that are named nowhere are annotations."""
+_SAYS_NOTHING = {"uniqueItems": False, "additionalProperties": True, "additionalItems": True, "items": True}
 
 
 class NoComplement(Exception):
     """Names the keyword whose complement cannot be written."""
 
 
-def negate(schema: Any, resolve: Resolve, draft: int, names: Collection[str] = (), level: int = 0) -> Any:
-    """Return a schema of values that `schema`, of a draft, does not accept. `names`: property names that matter: of the
-    objects with a property that `additionalProperties` forbids, those with one of these names are found. Raises
-    NoComplement."""
+def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: int = 0) -> Any:
+    """Return a schema of values that another does not accept. `names`: property names that matter: of the objects with
+    a property that `additionalProperties` forbids, those with one of these names are found. Raises NoComplement."""
     if isinstance(schema, bool):
         return not schema
     if level > MAX_LEVELS:
         raise NoComplement("$ref")
 
     def other(one: Any) -> Any:
-        return negate(one, resolve, draft, names, level + 1)
+        return negate(one, resolve, names, level + 1)
 
     options: list[Any] = []
     for keyword, value in schema.items():
-        if keyword == "dependencies" and draft > 7:
-            raise NoComplement(keyword)  # for its draft, it is a note to the reader
         if keyword == "$ref":
             options.append(other(resolve(schema)))
         elif keyword == "allOf":
@@ -54,9 +48,6 @@ def negate(schema: Any, resolve: Resolve, draft: int, names: Collection[str] = (
             options.append({"allOf": [other(one) for one in value]})
         elif keyword == "not":
             options.append(value)
-        elif keyword == "if":
-            options += [{"allOf": [value, other(schema["then"])]}] if "then" in schema else []
-            options += [{"allOf": [other(value), other(schema["else"])]}] if "else" in schema else []
         elif keyword in ("enum", "const"):
             options.append(_other_values(value if keyword == "enum" else [value]))
         elif keyword == "properties":
@@ -65,54 +56,19 @@ def negate(schema: Any, resolve: Resolve, draft: int, names: Collection[str] = (
                 for name, one in value.items()
                 if (unlike := other(one)) is not False
             ]
-        elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
-            options += [_unmet(name, needed, other) for name, needed in value.items()]
-        elif keyword == "prefixItems" or (keyword == "items" and not isinstance(value, list)):
-            options += _unlike_items(schema, keyword, other)
-        elif keyword == "contains" and not schema.keys() & {"minContains", "maxContains"}:
-            options.append({"type": "array", "items": other(value)})
         elif keyword == "additionalProperties" and value is False and not schema.get("patternProperties"):
             known = schema.get("properties", {})
             options += [{"type": "object", "required": [name]} for name in names if name not in known]
-        elif keyword == "pattern":
-            options.append(_other_texts(value))
         elif keyword in _SIMPLE:
             options += _SIMPLE[keyword](value)
         elif keyword == "format" and value not in NATIVE_FORMATS and value not in FORMATS:
             continue  # a note to the reader
-        elif keyword in CONSTRAINING and value is not _SAYS_NOTHING.get(keyword):
+        elif keyword in WITHOUT_COMPLEMENT and value is not _SAYS_NOTHING.get(keyword):
             raise NoComplement(keyword)
     options = [option for option in options if option is not False]
     if not options:
         return False
     return options[0] if len(options) == 1 else {"anyOf": options}
-
-
-CONSTRAINING = frozenset((
-    "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "items", "additionalItems",
-    "contains", "uniqueItems", "unevaluatedItems", "format", "multipleOf", "$dynamicRef", "$recursiveRef",
-))  # fmt: skip
-"""Keywords without a complement here; all that are not named at all are annotations."""
-_SAYS_NOTHING = {"uniqueItems": False, "additionalProperties": True, "additionalItems": True, "items": True}
-
-
-def _unlike_items(schema: Mapping[str, Any], keyword: str, other: Callable[[Any], Any]) -> list[Any]:
-    """Return schemas of arrays with an item that does not fit; `items` describes those behind `prefixItems`."""
-    first = schema.get("prefixItems", [])
-    items = enumerate(first) if keyword == "prefixItems" else enumerate([schema["items"]] * MAX_PLACES, len(first))
-    return [
-        {"type": "array", "prefixItems": [*[True] * place, unlike], "minItems": place + 1}
-        for place, one in items
-        if (unlike := other(one)) is not False
-    ]
-
-
-def _unmet(name: str, needed: Any, other: Callable[[Any], Any]) -> Any:
-    """Return a schema of objects with a property, but not with what it brings with it."""
-    if isinstance(needed, str | list):
-        names = [needed] if isinstance(needed, str) else needed
-        return {"type": "object", "required": [name], "anyOf": [{"properties": {one: False}} for one in names]}
-    return {"allOf": [{"type": "object", "required": [name]}, other(needed)]}
 
 
 def _other_types(value: str | list[str]) -> list[Any]:
@@ -135,17 +91,6 @@ _SIMPLE: dict[str, Callable[[Any], list[Any]]] = {
     "minProperties": lambda value: [{"type": "object", "maxProperties": value - 1}] if value else [],
     "maxProperties": lambda value: [{"type": "object", "minProperties": value + 1}],
 }
-
-
-def _other_texts(pattern: Any) -> Any:
-    """Return a schema of the texts in which a pattern is not found."""
-    if not isinstance(pattern, str) or len(pattern) > MAX_REGEX_CHARS:
-        raise NoComplement("pattern")
-    try:
-        others = difference("", pattern)
-    except Unreadable:
-        raise NoComplement("pattern") from None
-    return False if others is None else {"type": "string", "pattern": others}
 
 
 def _other_values(values: Sequence[Any]) -> Any:
@@ -180,35 +125,3 @@ def _unlike(texts: Collection[str]) -> str:
     for char, code in zip(firsts, codes, strict=True):
         ways.append(f"{code}({_unlike({text[1:] for text in texts if text[:1] == char})})")
     return ("" if "" in texts else "|") + "|".join(ways)
-
-
-def type_of(value: Any) -> str:
-    """Return the JSON type of a value, of which integers are numbers."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-
-
-def few_values(schema: Any) -> list[Any] | None:
-    """Return the values, none twice, of a schema that names them, or is boolean or null; None for others."""
-    if not isinstance(schema, Mapping):
-        return None
-    named = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if named is None:
-        named = [True, False] if schema.get("type") == "boolean" else [None] if schema.get("type") == "null" else None
-    if not isinstance(named, list) or any(isinstance(value, list | dict) for value in named):
-        return None
-    return [*{json.dumps(plain(value)): value for value in named}.values()]
-
-
-def plain(value: Any) -> Any:
-    """Return a value in which equal numbers are written alike."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
-from headrace.structured_outputs.array_keywords import count_of, unique_items
 from headrace.structured_outputs.drafts import as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
+from headrace.structured_outputs.keywords import REWRITTEN, Keyword, by_names, count_of, list_of, object_of
 from headrace.structured_outputs.limits import (
     MAX_BOUND,
     MAX_CHOICES,
@@ -31,14 +31,18 @@ from headrace.structured_outputs.limits import (
     check_text,
     decoded,
 )
-from headrace.structured_outputs.negation import NoComplement, negate
-from headrace.structured_outputs.object_keywords import apart, by_names, with_patterns_of_names
 from headrace.structured_outputs.references import Placed, References, identity_of, stack_of
 from headrace.structured_outputs.regex import checked_pattern, checked_patterns
-from headrace.structured_outputs.rewriting import REWRITTEN
 
-REFUSED = frozenset(("extends", "disallow", "divisibleBy"))
-"""Keywords of draft 3."""
+REFUSED = frozenset(("extends", "disallow", "divisibleBy", "contains"))
+"""Keywords that are not held, of which three are of draft 3."""
+EVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+"""Keyword -> what it means where no schemas beside it say of the same value which properties or items there are."""
+BESIDE = frozenset((
+    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependencies", "dependentSchemas", "contains", "$dynamicRef",
+    "$recursiveRef",
+))  # fmt: skip
+"""Keywords with such schemas."""
 COPIED = frozenset((
     "type", "const", "required", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
@@ -146,8 +150,6 @@ class Rewriter:
         if not isinstance(schema, Mapping):
             raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self.field)
         base = identity_of(schema, base)
-        if schema.get("patternProperties") and "propertyNames" in schema:
-            schema = with_patterns_of_names(self, schema, base, path)
         found: dict[str, Any] = {}
         also: list[Any] = []
         """What else must hold."""
@@ -160,9 +162,6 @@ class Rewriter:
                 if keyword in found and (ways := by_names(schema, keyword, found[keyword])) is not None:
                     del found[keyword]
                     also += [{"anyOf": ways}] if ways else []
-            elif keyword == "uniqueItems":
-                if unique_items(self, schema, value, base, where):
-                    found["uniqueItems"] = True
             elif keyword == "enum":
                 found["enum"] = self._values(value, where)
             elif keyword == "$ref" or (keyword in SAME_AS_REF and self._references.is_one_resource):
@@ -177,7 +176,7 @@ class Rewriter:
             elif keyword in ("allOf", "anyOf"):
                 parts = [
                     self._node(one, base, f"{where}[{index}]", depth + 1)
-                    for index, one in enumerate(self.list_of(value, where))
+                    for index, one in enumerate(list_of(value, where))
                 ]
                 if keyword == "anyOf":
                     also.append({"anyOf": parts})
@@ -194,6 +193,11 @@ class Rewriter:
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
+            elif keyword in EVALUATED:
+                if beside := BESIDE & schema.keys():
+                    raise self._refuse(path, keyword, f"is not supported beside {', '.join(sorted(beside))}")
+                if not _describes_others(schema, EVALUATED[keyword]):
+                    found[EVALUATED[keyword]] = self._node(value, base, where, depth + 1)
             elif keyword in REFUSED or keyword in SAME_AS_REF:
                 raise self._refuse(path, keyword)
         if not self._options.additional_properties and "properties" in found:
@@ -210,7 +214,7 @@ class Rewriter:
     ) -> list[Any]:
         """Return what else must hold for a keyword in REWRITTEN."""
         try:
-            made = REWRITTEN[keyword](self, schema, value, base, where)
+            made = REWRITTEN[keyword](Keyword(schema, value, where, lambda one: self._resolve(base, where, one)))
         except (AttributeError, TypeError):  # what is within has not been looked at yet
             raise RequestError(f"{where} has a keyword with a value that it cannot have", self.field) from None
         return [self._node(one, base, where, depth + 1) for one in made]
@@ -243,7 +247,7 @@ class Rewriter:
         elif keyword == "required":
             if isinstance(value, bool):
                 raise self._refuse(path, keyword, "must be a list of names, as since draft 4")
-            for name in self.list_of(value, where):
+            for name in list_of(value, where):
                 check_text(name, where)
         elif keyword == "type":
             known = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -263,7 +267,7 @@ class Rewriter:
         return MAX_BOUND if value > 0 else -MAX_BOUND
 
     def _values(self, value: Any, where: str) -> list[Any]:
-        values = self.list_of(value, where)
+        values = list_of(value, where)
         self._check_integers(values, where)
         if len(values) > MAX_CHOICES:
             raise RequestError(f"{where} has {len(values)} values; at most {MAX_CHOICES} are taken", self.field)
@@ -275,16 +279,6 @@ class Rewriter:
             raise RequestError(f"{where} holds {quoted(value)}; integers of 64 bits are taken", self.field)
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             self._check_integers(item, where)
-
-    def list_of(self, value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise RequestError(f"{where} must be a list, got {quoted(value)}", self.field)
-        return value
-
-    def object_of(self, value: Any, where: str) -> Mapping[str, Any]:
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{where} must be an object, got {quoted(value)}", self.field)
-        return value
 
     def _refer(self, reference: Any, base: str, where: str) -> str:
         target = self._references.resolve(reference, base, where)
@@ -301,16 +295,15 @@ class Rewriter:
         return f"#/$defs/{name}"
 
     def _properties(self, keyword: str, value: Any, base: str, where: str, depth: int) -> dict[str, Any]:
-        properties = self.object_of(value, where)
+        properties = object_of(value, where)
         if len(properties) > MAX_PROPERTIES:
             raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self.field)
         if keyword == "patternProperties":
-            patterns = [checked_pattern(name, where) for name in properties]
-            nodes = [self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()]
-            return {
-                pattern: nodes[places[0]] if len(places) == 1 else {"allOf": [nodes[place] for place in places]}
-                for pattern, places in apart(patterns)
-            }
+            patterned: dict[str, list[Any]] = {}
+            for name, one in properties.items():
+                node = self._node(one, base, f"{where}.{name}", depth + 1)
+                patterned.setdefault(checked_pattern(name, where), []).append(node)
+            return {name: nodes[0] if len(nodes) == 1 else {"allOf": nodes} for name, nodes in patterned.items()}
         return {name: self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()}
 
     def _items(
@@ -343,7 +336,7 @@ class Rewriter:
         elif value in FORMATS:
             found["pattern"] = FORMATS[value]
 
-    def resolve(self, base: str, where: str, schema: Any) -> Any:
+    def _resolve(self, base: str, where: str, schema: Any) -> Any:
         """Return a schema without a `$ref` at its top, for those who look into it."""
         self._num_resolved += 1
         if self._num_resolved > MAX_RESOLVED:
@@ -355,20 +348,17 @@ class Rewriter:
             schema, base = target.schema, target.base
         raise RequestError(f"{where}: its references lead in a circle", self.field)
 
-    def negated(self, schema: Any, base: str, where: str, names: tuple[str, ...] = ()) -> Any:
-        """Return a schema of what another does not accept, or refuse the keyword at `where`."""
-        try:
-            return negate(schema, lambda one: self.resolve(base, where, one), self.draft, names)
-        except NoComplement as error:
-            raise RequestError(
-                f"{where} is not supported here: what {error} does not accept cannot be described", self.field
-            ) from None
-
 
 def _comes_first(schema: Mapping[str, Any], keyword: str) -> bool:
     """Return whether a keyword stands before `properties`, whose names follow those that it brings."""
     keywords = [*schema]
     return "properties" in schema and keywords.index(keyword) < keywords.index("properties")
+
+
+def _describes_others(schema: Mapping[str, Any], keyword: str) -> bool:
+    """Return whether `additionalProperties` or `items` describes all that is not named; a list in `items` does not."""
+    keyword = "additionalItems" if isinstance(schema.get(keyword), list) else keyword
+    return keyword in schema
 
 
 def _refers(schema: Any) -> bool:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import random
-from functools import lru_cache
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from headrace.structured_outputs.grammar import Grammar, split
+from headrace.structured_outputs.grammar import Grammar
 from headrace.structured_outputs.limits import LIMITS
 from headrace.structured_outputs.matcher import Matcher
-from headrace.structured_outputs.unique_items import TokenTexts, UniqueItems, parts_of
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 
 BYTES = byte_vocabulary({})
-texts_of = lru_cache(TokenTexts)
 
 
 def matcher_of(grammar: Grammar, vocabulary: LLTokenizer = BYTES) -> Matcher:
-    text, unique = split(grammar.to_text())
-    inner = LLMatcher(vocabulary, text, log_level=0, limits=LIMITS)
+    inner = LLMatcher(vocabulary, grammar.to_text(), log_level=0, limits=LIMITS)
     assert not inner.is_error(), inner.get_error()
-    return Matcher(inner, UniqueItems(parts_of(unique), texts_of(vocabulary)) if unique else None)
+    return Matcher(inner)
 
 
 def accepts(matcher: Matcher, text: str) -> bool:
@@ -33,14 +29,12 @@ def accepts(matcher: Matcher, text: str) -> bool:
 
 def allowed(matcher: Matcher) -> list[int]:
     """The tokens that may come next, but for those that end the answer."""
-    lines = np.frombuffer(matcher.inner.compute_bitmask(), np.uint32)[None].copy()
-    matcher.hold_unique(lines, ())
-    return np.flatnonzero(np.unpackbits(lines.view(np.uint8), bitorder="little")).tolist()
+    bits = np.unpackbits(np.frombuffer(matcher.inner.compute_bitmask(), np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
 
 
 def write(matcher: Matcher, rng: random.Random, most: int = 300) -> str | None:
-    """A text that a grammar allows, made of bytes drawn at random; None if it takes more than so many, or comes where
-    nothing may follow: in an array of one value with `minItems: 2` whose items must differ."""
+    """A text that a grammar allows, made of bytes drawn at random; None if it takes more than so many."""
     here, data = matcher.copy(), bytearray()
     while len(data) < most:
         values = [value for value in allowed(here) if value < 256]

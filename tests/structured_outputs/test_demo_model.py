@@ -23,12 +23,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
     "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
-    "different items": {
-        "type": "array",
-        "items": {"type": "integer", "minimum": 0, "maximum": 12},
-        "minItems": 8,
-        "uniqueItems": True,
-    },
+    "different items": {"type": "array", "items": {"enum": [*"abcdef"]}, "minItems": 3, "uniqueItems": True},
     "any of": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
     "one of": {
         "type": "object",
@@ -102,7 +97,7 @@ def test_finished_answers_to_real_schemas_are_valid(llm: LLM, seed: int) -> None
             wrong += [(name, error.message) for error in found if error.validator != "multipleOf"]
     assert wrong == []
     assert finished > 130, finished
-    assert len(schemas) >= 196
+    assert len(schemas) >= 190
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _of_bytes(marks: tuple[str, ...]) -> Vocabulary:
 
 def matcher_of(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     """A matcher at its start."""
-    return _compiled(grammar.to_llguidance(), vocabulary.tokenizer).deep_copy()
+    return _compiled(grammar.to_text(), vocabulary.tokenizer).deep_copy()
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,248 @@
+"""Rewrites keywords that llguidance lacks: each becomes schemas that must hold beside the rest, or is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
+from headrace.structured_outputs.limits import MAX_ONE_OF, MAX_WAYS
+from headrace.structured_outputs.negation import NoComplement, negate
+from headrace.structured_outputs.overlap import TYPES, Resolve, disjoint, named_values, plain
+from headrace.structured_outputs.references import Placed
+from headrace.structured_outputs.regex import as_python, checked_pattern
+
+NOTES = frozenset(("type", "title", "description", "$comment", "default", "examples"))
+"""Keywords that say nothing of which names fit."""
+MAX_OPTIONAL = 5
+"""Properties that may be left out beside others that are not named, where all are counted."""
+
+
+@dataclass(frozen=True)
+class Keyword:
+    """Describes a keyword where it stands in a schema."""
+
+    schema: Mapping[str, Any]
+    value: Any
+    path: str
+    resolve: Resolve
+
+    def refusal(self, why: str) -> RequestError:
+        """Return the error for a keyword that is not held."""
+        return RequestError(f"{self.path} {why}", self.path.partition(".")[0])
+
+    def beside(self, name: str) -> Placed:
+        """Return the schema that a keyword beside this one has."""
+        return Placed(self.schema[name], f"{self.path.rpartition('.')[0]}.{name}")
+
+    def negated(self, schema: Any, names: tuple[str, ...] = ()) -> Any:
+        """Return a schema of what another does not accept, or refuse this keyword."""
+        try:
+            return negate(schema, self.resolve, names)
+        except NoComplement as error:
+            raise self.refusal(f"is not supported here: what {error} does not accept cannot be described") from None
+
+
+def list_of(value: Any, path: str) -> list[Any]:
+    """Return a value that must be a list."""
+    if not isinstance(value, list):
+        raise RequestError(f"{path} must be a list, got {quoted(value)}", path.partition(".")[0])
+    return value
+
+
+def object_of(value: Any, path: str) -> Mapping[str, Any]:
+    """Return a value that must be an object."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{path} must be an object, got {quoted(value)}", path.partition(".")[0])
+    return value
+
+
+def count_of(value: Any) -> int | None:
+    """Return a count, which may be written as 2.0; None: it is no integer of at least 0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _not(keyword: Keyword) -> list[Any]:
+    return [keyword.negated(keyword.value)]
+
+
+def _if(keyword: Keyword) -> list[Any]:
+    found = []
+    if "then" in keyword.schema:
+        found.append({"anyOf": [keyword.beside("then"), keyword.negated(keyword.value)]})
+    if "else" in keyword.schema:
+        found.append({"anyOf": [Placed(keyword.value, keyword.path), keyword.beside("else")]})
+    return found
+
+
+def _one_of(keyword: Keyword) -> list[Any]:
+    """Return `oneOf` as `anyOf` where no value fits two options; elsewhere each option excludes those it overlaps."""
+    options, resolve = list_of(keyword.value, keyword.path), keyword.resolve
+    placed = [Placed(one, f"{keyword.path}[{index}]") for index, one in enumerate(options)]
+    resolved = [resolve(one) for one in options]
+    values = [named_values(one) if isinstance(one, Mapping) else None for one in resolved]
+    named = [value for one in values if one is not None for value in one]
+    if None not in values and len(named) == len({*named}):
+        return [{"anyOf": placed}]
+    if len(options) > MAX_ONE_OF:
+        raise keyword.refusal(f"has {len(options)} options; at most {MAX_ONE_OF} are told apart")
+    schemas = [one for one in resolved if isinstance(one, Mapping)]
+    names = tuple(dict.fromkeys(name for one in schemas for name in one.get("properties", {})))
+    merged = [_merged(keyword.schema, one) for one in resolved]
+    parts = []
+    for index, option in enumerate(placed):
+        others = [
+            Keyword(keyword.schema, other, option.path, resolve).negated(other, names)
+            for place, other in enumerate(options)
+            if place != index and not disjoint(merged[index], merged[place], resolve)
+        ]
+        parts.append({"allOf": [option, *others]} if others else option)
+    return [{"anyOf": parts}]
+
+
+def _merged(around: Mapping[str, Any], schema: Any) -> Any:
+    """Return a schema with what is known from those around it, as far as it serves to tell it from others."""
+    if not isinstance(schema, Mapping):
+        return schema
+    context = {key: around[key] for key in ("type", "required", "properties") if key in around}
+    properties = {**context.get("properties", {}), **schema.get("properties", {})}
+    if schema.get("additionalProperties") is False:
+        properties = schema.get("properties", {})
+    found = {**context, **schema, "properties": properties}
+    found["required"] = [*context.get("required", ()), *schema.get("required", ())]
+    return found
+
+
+def _dependencies(keyword: Keyword) -> list[Any]:
+    """Return that a property which brings others, or a schema, with it is absent, or they are there."""
+    found = []
+    for name, needed in object_of(keyword.value, keyword.path).items():
+        names = [needed] if isinstance(needed, str) else needed
+        also = Placed(needed, f"{keyword.path}.{name}")
+        there = {"required": [name, *names]} if isinstance(names, list) else {"allOf": [{"required": [name]}, also]}
+        found.append({"anyOf": [{"properties": {name: False}}, there]})
+    return found
+
+
+def _property_names(keyword: Keyword) -> list[Any]:
+    """Return `properties` or `patternProperties`, without others, of the names that a schema allows."""
+    names, schema = keyword.resolve(keyword.value), keyword.schema
+    if names is True:
+        return []
+    if names is False:
+        return [{"properties": {}, "additionalProperties": False}]
+    rest, known = schema.get("additionalProperties", True), object_of(schema.get("properties", {}), keyword.path)
+    said = sorted(object_of(names, keyword.path).keys() - NOTES)
+    if said in (["enum"], ["const"]):
+        allowed = list_of(names.get("enum", [names.get("const")]), keyword.path)
+        texts = [name for name in allowed if isinstance(name, str)]
+        return [{"properties": {name: known.get(name, rest) for name in texts}, "additionalProperties": False}]
+    if names.get("type", "string") != "string" or schema.get("patternProperties"):
+        raise keyword.refusal("is not supported beside patternProperties, or for names that are no strings")
+    if not said:
+        return []
+    if said == ["pattern"]:
+        pattern = checked_pattern(names["pattern"], f"{keyword.path}.pattern")
+    elif said == ["format"] and (text := NATIVE_FORMATS.get(names["format"]) or FORMATS.get(names["format"])):
+        pattern = f"^(?:{text.removeprefix('^').removesuffix('$')})$"
+    elif {*said} <= {"minLength", "maxLength"} and all(count_of(names[one]) is not None for one in said):
+        pattern = (
+            f"^[\\s\\S]{{{int(names.get('minLength', 0))},{int(names['maxLength']) if 'maxLength' in said else ''}}}$"
+        )
+    else:
+        raise keyword.refusal(f"is supported with one of pattern, format, lengths and enum; it has {', '.join(said)}")
+    try:
+        fitting = {name: re.search(as_python(pattern), name) is not None for name in known}
+    except re.error:
+        raise keyword.refusal("has a pattern that is not supported beside properties") from None
+    return [{"properties": fitting, "patternProperties": {pattern: True}, "additionalProperties": False}]
+
+
+def _unique_items(keyword: Keyword) -> list[Any]:
+    """Return arrays that have some of a few values, in their order: of equality grammars know nothing."""
+    schema = keyword.schema
+    if not isinstance(keyword.value, bool):
+        raise keyword.refusal(f"must be true or false, got {quoted(keyword.value)}")
+    least, most = count_of(schema.get("minItems", 0)), count_of(schema.get("maxItems", math.inf))
+    if not keyword.value or most in (0, 1) or "array" not in schema.get("type", "array"):
+        return []
+    values = few_values(keyword.resolve(schema.get("items", True)))
+    if values is None or 2 ** len(values) > MAX_WAYS:
+        most_values = MAX_WAYS.bit_length() - 1
+        raise keyword.refusal(f"is not supported but for items of an enum with up to {most_values} values")
+    lengths = range(least or 0, len(values) + 1 if most is None else min(most, len(values)) + 1)
+    ways: list[Any] = [
+        {"type": "array", "prefixItems": [{"const": one} for one in some], "minItems": count, "maxItems": count}
+        for count in lengths
+        for some in itertools.combinations(values, count)
+    ]
+    if not ways:
+        raise keyword.refusal(f"nothing fits it: {least} items are wanted of {len(values)} values")
+    others = [] if schema.get("type") == "array" else [{"type": [name for name in TYPES if name != "array"]}]
+    return [{"anyOf": [*ways, *others]}]
+
+
+def few_values(schema: Any) -> list[Any] | None:
+    """Return the values, none twice, of a schema that names them, or is boolean or null; None for others."""
+    if not isinstance(schema, Mapping):
+        return None
+    named = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if named is None:
+        named = [True, False] if schema.get("type") == "boolean" else [None] if schema.get("type") == "null" else None
+    if not isinstance(named, list) or any(isinstance(value, list | dict) for value in named):
+        return None
+    return [*{json.dumps(plain(value)): value for value in named}.values()]
+
+
+REWRITTEN: dict[str, Callable[[Keyword], list[Any]]] = {
+    "not": _not,
+    "if": _if,
+    "oneOf": _one_of,
+    "dependencies": _dependencies,
+    "dependentRequired": _dependencies,
+    "dependentSchemas": _dependencies,
+    "propertyNames": _property_names,
+    "uniqueItems": _unique_items,
+}
+"""Keyword -> what makes schemas of it that must hold too."""
+
+
+def by_names(schema: Mapping[str, Any], keyword: str, count: Any) -> list[dict[str, Any]] | None:
+    """Return the ways, by which named properties are there, in which `minProperties` or `maxProperties` holds. There
+    are none if it always does. None: llguidance counts them, as it does where no named property may be left out."""
+    named, required = schema.get("properties"), schema.get("required")
+    if keyword not in ("minProperties", "maxProperties") or not isinstance(named, Mapping) or not named:
+        return None
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    optional = [name for name in named if name not in needed]
+    left = min(count - len(needed), len(optional) + 1)
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if left <= 0 if keyword == "minProperties" else closed and left >= len(optional):
+        return []
+    if left < 0 or not optional:
+        return None
+    if not closed and len(optional) <= MAX_OPTIONAL:
+        # of the others at most one may be needed: llguidance counts a name that comes twice as two
+        shortest = max(left - 1, 0) if keyword == "minProperties" else 0
+        lengths = range(shortest, len(optional) + 1)
+        subsets = [some for length in lengths for some in itertools.combinations(optional, length)]
+        return [
+            {"properties": {name: name in some for name in optional}, "required": [*some], keyword: count}
+            for some in subsets
+        ]
+    if not 0 < math.comb(len(optional), left) <= MAX_WAYS:
+        return None
+    if keyword == "minProperties":
+        return [{"required": [*some]} for some in itertools.combinations(optional, left)]
+    return [
+        {"properties": {name: name in needed or name in some for name in named}, "additionalProperties": False}
+        for some in itertools.combinations(optional, left)
+    ]
