@@ -137,6 +137,9 @@ class Schemas:
         places = range(max(len(side.get("prefixItems", ())) for side in (one, other)))
         if places:
             merged["prefixItems"] = [_all_of(_of_place(one, place), _of_place(other, place)) for place in places]
+        described = {*one.get("properties", ())} & {*other.get("properties", ())} & {*merged.get("required", ())}
+        if any(not self.alternatives(merged["properties"][name]) for name in described):
+            return None  # nothing fits a property that must be there
         return None if _is_empty(merged) else merged
 
     def _of_pattern(self, schema: Schema, pattern: str) -> Any:

@@ -9,9 +9,20 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from llguidance import LLMatcher
+
 from headrace.parsers.written import Literals
-from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
+from headrace.structured_outputs.alternatives import (
+    Impossible,
+    Schema,
+    Schemas,
+    patterns_of,
+    properties,
+    types,
+    values,
+)
 from headrace.structured_outputs.argument_grammar import KEY, NUMBER, possible
+from headrace.structured_outputs.grammar import of_schema
 from headrace.structured_outputs.lark import Rules, without
 from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
@@ -106,7 +117,10 @@ class LiteralArguments:
         if is_free(schema) or self._syntax.quote is not None:
             return self._quoted(string_pattern(schema, self._stops))
         limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
-        return self._rules.json(schemas.alone({"type": "string", **limits, "x-guidance": _ESCAPES}))
+        alone = schemas.alone({"type": "string", **limits, "x-guidance": _ESCAPES})
+        if len(patterns_of(schema)) > 1 and LLMatcher.validate_grammar(of_schema(alone).to_text()):
+            raise Impossible  # no text has all of the patterns, which only llguidance can tell
+        return self._rules.json(alone)
 
     def _quoted(self, pattern: str) -> str:
         """What matches a string of a pattern; Python's may be any."""
