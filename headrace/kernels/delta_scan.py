@@ -363,7 +363,8 @@ def _scan_chunks(
     tile = min(block_v, COLUMNS[DEVICE_FAMILY])
     of_scan = (out, *made, decays, states, *sequences, states.stride(0), sequences.block_table.stride(0), first_req)
     keywords = {name: sizes[name] for name in ("KEY_DIM", "VALUE_DIM", "BLOCK_K", "BLOCK_V")}
-    keywords |= {"VALUE_HEADS": count, "TILE_V": tile, "CHUNK": CHUNK, "num_warps": 4}
+    keywords |= {"VALUE_HEADS": count, "TILE_V": tile, "CHUNK": CHUNK, "num_warps": 4, "num_stages": 1}
+    # one stage: with more, the loop reads ahead of the last chunk, beyond the buffers
     launch(_delta_scan_kernel, (-(-heads.value_dim // tile), count, num_reqs), of_scan, keywords)
 
 
