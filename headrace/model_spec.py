@@ -337,6 +337,8 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     shared: str = "shared_expert"
+    selection: str = "gate.e_score_correction_bias"
+    """the biases with which experts are chosen"""
     stacked: str = ""
     """name of one tensor for all experts' gates and ups, [experts, in, out] with gate and up in turn, beside a tensor
     `down`: `<block>.experts.<stacked>`; empty: each expert has tensors of its own"""
@@ -383,7 +385,7 @@ class Experts:
         if self.bias:
             tensors.append(Parameter(f"{block}.{names.router}.bias", (self.num_experts,), "router", "whole"))
         if self.selection_bias:
-            name = f"{block}.{names.router}.e_score_correction_bias"
+            name = f"{block}.{names.selection}"
             tensors.append(Parameter(name, (self.num_experts,), "router", "whole", wide=True))
         if self.shared_gate:
             tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))

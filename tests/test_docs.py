@@ -32,6 +32,8 @@ FAMILIES = {
     "MixtralForCausalLM": "Mixtral",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6",
+    "OlmoeForCausalLM": "OLMoE",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
@@ -173,7 +175,7 @@ def test_models_begins_with_what_is_served() -> None:
     served, planned = run_python(text).splitlines()
     assert "LlamaForCausalLM" in served
     assert "GptOssForCausalLM" in served
-    assert "MiniMaxM2ForCausalLM" in planned
+    assert "DeepseekV32ForCausalLM" in planned
 
 
 def test_architecture_begins_with_two_steps() -> None:

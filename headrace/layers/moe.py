@@ -181,7 +181,7 @@ class SparseMoE(Layer):
         router = self.router_scheme.layout.slots(self.router_spec, self.router_weights)
         slots = {f"{block}.{part.name}.{tensor}": slot for part, tensor, slot in router}
         if self.selection_bias is not None:
-            slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
+            slots[f"{block}.{names.selection}"] = whole_slot(self.selection_bias)
         if self.in_turn:
             linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
             slots_in_turn = stacked_slots if self.in_turn == "in all experts" else interleaved_slots

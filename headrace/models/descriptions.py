@@ -270,13 +270,6 @@ def llama4(c: Fields) -> Described:
     return Described(layers, encoder(c, llama4_vision, c.integer("hidden_size")))
 
 
-def minimax(c: Fields) -> Described:
-    """Describe MiniMax M2, with experts in every layer. The layers for further tokens that its config.json mentions are
-    in no checkpoint."""
-    mixer = attention(c, qk_norm="wide" if c.flag("use_qk_norm", True) else "none", rope=Rope())
-    return Described((LayerSpec(mixer, experts(c, names=W1_W3_W2)),) * num_layers(c))
-
-
 def qwen3_vl(c: Fields) -> Described:
     """Describe Qwen3-VL: Qwen3-MoE behind a vision encoder."""
     text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)

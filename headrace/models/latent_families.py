@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from headrace.layer_parts import Norms
 from headrace.model_config import Fields, num_layers
-from headrace.model_spec import ExpertNames, Experts, LatentAttention, LayerSpec
-from headrace.models.descriptions import Described, dense, encoder, experts, rms_norm
+from headrace.model_spec import Experts, LatentAttention, LayerSpec
+from headrace.models.descriptions import Described, dense, encoder, rms_norm
 from headrace.models.encoders import kimi_vision
+from headrace.models.expert_families import behind_dense, sigmoid_experts, softmax_experts
 from headrace.models.ropes import read_rope
-
-SHARED = ExpertNames(shared="shared_experts")
-"""Names of experts in the checkpoints of these families"""
 
 
 def latent_attention(c: Fields) -> LatentAttention:
@@ -45,45 +43,6 @@ def _stretched(scaling: dict[str, float]) -> float:
     return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 and share else 1.0
 
 
-def softmax_experts(c: Fields) -> Experts:
-    """Return the experts of DeepSeek V2, weighted by a softmax over all of them."""
-    method = c.text("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise c.refusal("topk_method", "greedy or group_limited_greedy")
-    return _routed(c, grouped=method != "greedy", renormalize=False)
-
-
-def sigmoid_experts(c: Fields) -> Experts:
-    """Return the experts of DeepSeek V3, weighted by sigmoids and chosen with a correction bias (arXiv 2412.19437)."""
-    return _routed(c, grouped=True, renormalize=c.flag("norm_topk_prob", True), sigmoid=True)
-
-
-def _routed(
-    c: Fields, grouped: bool, renormalize: bool, sigmoid: bool = False, selection_bias: bool = False
-) -> Experts:
-    groups = (c.optional("n_group") or 1) if grouped else 1
-    if c.integer("n_routed_experts") % groups:
-        raise c.refusal("n_group", f"a divisor of n_routed_experts ({c.integer('n_routed_experts')})")
-    used = c.integer("topk_group", maximum=groups) if groups > 1 else 1
-    size = c.integer("n_routed_experts") // groups
-    if groups > 1 and (c.integer("num_experts_per_tok") > used * size or (sigmoid and size < 2)):
-        raise c.refusal("topk_group", "groups with at least num_experts_per_tok experts, and two in each")
-    shared = c.integer("moe_intermediate_size") * c.integer("n_shared_experts", 0, 0)
-    return experts(
-        c,
-        "n_routed_experts",
-        "moe_intermediate_size",
-        renormalize=renormalize,
-        sigmoid=sigmoid,
-        selection_bias=sigmoid,
-        groups=groups,
-        used_groups=used,
-        scaling=c.number("routed_scaling_factor", 1.0),
-        intermediate_size=shared,
-        names=SHARED,
-    )
-
-
 def _described(c: Fields, routed: Experts, sparse: list[bool]) -> Described:
     """Return a model whose layers have dense feed-forwards where they are not sparse. Its layers for further tokens
     count as drafts, without embedding and head, which are the model's own."""
@@ -94,19 +53,14 @@ def _described(c: Fields, routed: Experts, sparse: list[bool]) -> Described:
     return Described(layers, encoder(c, kimi_vision, hidden), drafts, norm=norms.norm)
 
 
-def _behind_dense(c: Fields, default: int) -> list[bool]:
-    first = c.integer("first_k_dense_replace", default, minimum=0)
-    return [layer >= first for layer in range(num_layers(c))]
-
-
 def deepseek_v2(c: Fields) -> Described:
     """Describe DeepSeek V2 and V2-Lite (arXiv 2405.04434), whose first layers are dense."""
-    return _described(c, softmax_experts(c), _behind_dense(c, 0))
+    return _described(c, softmax_experts(c), behind_dense(c, 0))
 
 
 def deepseek_v3(c: Fields) -> Described:
     """Describe DeepSeek V3, V3.1 and R1, and Kimi K2: first dense layers, then routed and shared experts."""
-    return _described(c, sigmoid_experts(c), _behind_dense(c, 3))
+    return _described(c, sigmoid_experts(c), behind_dense(c, 3))
 
 
 def glm4_moe_lite(c: Fields) -> Described:
@@ -114,7 +68,7 @@ def glm4_moe_lite(c: Fields) -> Described:
     types, count = c.texts("mlp_layer_types"), num_layers(c)
     if types and (len(types) != count or {*types} - {"dense", "sparse"}):
         raise c.refusal("mlp_layer_types", f"dense or sparse for each of the {count} layers")
-    sparse = [one == "sparse" for one in types] if types else _behind_dense(c, 1)
+    sparse = [one == "sparse" for one in types] if types else behind_dense(c, 1)
     return _described(c, sigmoid_experts(c), sparse)
 
 

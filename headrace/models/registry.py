@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
 from headrace.models import dense_families as families
-from headrace.models import descriptions, hybrid_families, latent_families
+from headrace.models import descriptions, expert_families, hybrid_families, latent_families
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.refusals import REFUSED, nearest
@@ -166,6 +166,9 @@ MODELS = (
     ),
     ModelEntry("HeliumForCausalLM", HELIUM, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Ernie4_5ForCausalLM", ERNIE, *LLAMA, (KV_HEADS, "head_dim"), TIED),
+    ModelEntry("Glm4MoeForCausalLM", expert_families.glm4_moe, *LLAMA, (KV_HEADS,)),
+    ModelEntry("MiniMaxM2ForCausalLM", expert_families.minimax_m2, *LLAMA, (KV_HEADS,)),
+    ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
     ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),
     ModelEntry("DeepseekV3ForCausalLM", latent_families.deepseek_v3, *LLAMA),
     ModelEntry("Glm4MoeLiteForCausalLM", latent_families.glm4_moe_lite, *LLAMA),
@@ -174,7 +177,6 @@ MODELS = (
     ModelEntry("GlmMoeDsaForCausalLM", latent_families.deepseek_v3),
     ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3),
     ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
-    ModelEntry("MiniMaxM2ForCausalLM", descriptions.minimax),
     ModelEntry("Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl),
 )  # fmt: skip
 

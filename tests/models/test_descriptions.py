@@ -58,10 +58,6 @@ LATENT = {
 }
 UNSERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", {**LATENT, "num_nextn_predict_layers": 0}),
-    "MiniMaxM2ForCausalLM": (
-        "MiniMaxM2ForCausalLM",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12},
-    ),
     "Llama4ForConditionalGeneration": (
         "Llama4ForCausalLM",
         {
@@ -100,10 +96,10 @@ def numbers(spec: ModelSpec) -> int:
 
 
 def test_what_is_described_and_has_no_modules_is_refused_in_one_line_that_says_so() -> None:
-    assert "MiniMaxM2ForCausalLM" in DESCRIBED.keys() - SERVED.keys()
-    raw = {**tiny("LlamaForCausalLM"), "architectures": ["MiniMaxM2ForCausalLM"]}
+    assert "DeepseekV32ForCausalLM" in DESCRIBED.keys() - SERVED.keys()
+    raw = {**tiny("LlamaForCausalLM"), "architectures": ["DeepseekV32ForCausalLM"]}
     with pytest.raises(
-        UnsupportedModelError, match=r"'MiniMaxM2ForCausalLM' .*headrace plan.*LlamaForCausalLM"
+        UnsupportedModelError, match=r"'DeepseekV32ForCausalLM' .*headrace plan.*LlamaForCausalLM"
     ) as error:
         resolve(ModelConfig.from_dict(raw))
     assert "\n" not in str(error.value)

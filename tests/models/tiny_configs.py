@@ -323,6 +323,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"model_type": "qwen2"}
         | {"vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
     },
+    "Glm4MoeForCausalLM": {
+        "normed": LATENT | {"head_dim": 24, "num_key_value_heads": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
+        "biased-groups": LATENT
+        | {"head_dim": 16, "num_key_value_heads": 2, "first_k_dense_replace": 0, "attention_bias": True}
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
+    },
+    "MiniMaxM2ForCausalLM": {
+        "half-rotated": ODD
+        | {"head_dim": 24, "rotary_dim": 12, "num_key_value_heads": 1}
+        | {"num_local_experts": 7, "num_experts_per_tok": 3},
+    },
+    "OlmoeForCausalLM": {
+        "wide-norms": ODD | {"num_experts": 7, "num_experts_per_tok": 3, "num_key_value_heads": 1},
+    },
     "DeepseekV2ForCausalLM": {
         "queries-too": LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
         "whole-queries": LATENT

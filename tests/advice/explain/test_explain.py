@@ -297,8 +297,8 @@ def test_what_headrace_refuses_has_no_line_for_it() -> None:
 
 
 def test_what_headrace_cannot_run_yet_is_said() -> None:
-    planned = explained("vllm serve MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 4", "mi300x")
-    assert "MiniMaxM2ForCausalLM" in planned.gaps[0]
+    planned = explained("vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8", "mi300x")
+    assert "KimiK25ForConditionalGeneration" in planned.gaps[0]
     assert list(planned.better) == ["vllm"]
     assert explained(BLOG).gaps == ()
     assert explained(f"vllm serve {LLAMA}").gaps == ()
