@@ -169,6 +169,10 @@ MODELS = (
     ModelEntry("Glm4MoeForCausalLM", expert_families.glm4_moe, *LLAMA, (KV_HEADS,)),
     ModelEntry("MiniMaxM2ForCausalLM", expert_families.minimax_m2, *LLAMA, (KV_HEADS,)),
     ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
+    ModelEntry(
+        "Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
+        {"norm_topk_prob": True},
+    ),
     ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),
     ModelEntry("DeepseekV3ForCausalLM", latent_families.deepseek_v3, *LLAMA),
     ModelEntry("Glm4MoeLiteForCausalLM", latent_families.glm4_moe_lite, *LLAMA),
@@ -177,7 +181,6 @@ MODELS = (
     ModelEntry("GlmMoeDsaForCausalLM", latent_families.deepseek_v3),
     ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3),
     ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
-    ModelEntry("Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl),
 )  # fmt: skip
 
 DESCRIBED = {entry.architecture: entry for entry in MODELS}

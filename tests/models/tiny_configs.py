@@ -337,6 +337,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "OlmoeForCausalLM": {
         "wide-norms": ODD | {"num_experts": 7, "num_experts_per_tok": 3, "num_key_value_heads": 1},
     },
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text": ODD
+        | QWEN_EXPERTS
+        | {"head_dim": 16, "rope_parameters": {**MROPE["rope_parameters"], "mrope_interleaved": True}}
+        | {
+            "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}
+            | {"intermediate_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+        },
+    },
     "DeepseekV2ForCausalLM": {
         "queries-too": LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
         "whole-queries": LATENT
