@@ -230,24 +230,28 @@ def _delta_scan_kernel(
     keys = lane[:, None] * BLOCK_K + key[None, :]
     out_ptr += (query_start.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
     out_ptrs = out_ptr + lane[:, None] * (VALUE_HEADS * VALUE_DIM) + value[None, :]
-    for number in range(tl.cdiv(query_len, CHUNK)):
-        out = tl.zeros([CHUNK, TILE_V], tl.float32)
-        if seq_len > 0:
-            chunk = tl.cast(first + number, tl.int64) * VALUE_HEADS + head
-            w = tl.load(w_ptr + chunk * (CHUNK * BLOCK_K) + keys)
-            q = tl.load(q_ptr + chunk * (CHUNK * BLOCK_K) + keys)
-            k = tl.load(k_ptr + chunk * (CHUNK * BLOCK_K) + keys)
-            u = tl.load(u_ptr + chunk * (CHUNK * BLOCK_V) + lane[:, None] * BLOCK_V + value[None, :])
-            p = tl.load(p_ptr + chunk * (CHUNK * CHUNK) + lane[:, None] * CHUNK + lane[None, :])
-            narrow = state.to(kind)
-            new = (u.to(tl.float32) - tl.dot(w, narrow, input_precision="ieee")).to(kind)
-            out = tl.dot(p, new, tl.dot(q, narrow, input_precision="ieee"), input_precision="ieee")
-            state = tl.dot(tl.trans(k), new, state * tl.load(decay_ptr + chunk), input_precision="ieee")
+    chunks = tl.cdiv(query_len, CHUNK)
+    if seq_len == 0:  # padding, apart: Triton 3.6 compiles products under a condition wrongly for 9.0
+        for number in range(chunks):
+            mask = (lane < query_len - number * CHUNK)[:, None] & in_value[None, :]
+            tl.store(out_ptrs, tl.zeros([CHUNK, TILE_V], out_ptr.dtype.element_ty), mask=mask)
+            out_ptrs += CHUNK * VALUE_HEADS * VALUE_DIM
+        return
+    for number in range(chunks):
+        chunk = tl.cast(first + number, tl.int64) * VALUE_HEADS + head
+        w = tl.load(w_ptr + chunk * (CHUNK * BLOCK_K) + keys)
+        q = tl.load(q_ptr + chunk * (CHUNK * BLOCK_K) + keys)
+        k = tl.load(k_ptr + chunk * (CHUNK * BLOCK_K) + keys)
+        u = tl.load(u_ptr + chunk * (CHUNK * BLOCK_V) + lane[:, None] * BLOCK_V + value[None, :])
+        p = tl.load(p_ptr + chunk * (CHUNK * CHUNK) + lane[:, None] * CHUNK + lane[None, :])
+        narrow = state.to(kind)
+        new = (u.to(tl.float32) - tl.dot(w, narrow, input_precision="ieee")).to(kind)
+        out = tl.dot(p, new, tl.dot(q, narrow, input_precision="ieee"), input_precision="ieee")
+        state = tl.dot(tl.trans(k), new, state * tl.load(decay_ptr + chunk), input_precision="ieee")
         mask = (lane < query_len - number * CHUNK)[:, None] & in_value[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         out_ptrs += CHUNK * VALUE_HEADS * VALUE_DIM
-    if seq_len > 0:
-        tl.store(state_ptrs, state, mask=inside)
+    tl.store(state_ptrs, state, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_row", "end_row"])
@@ -363,8 +367,9 @@ def _scan_chunks(
     tile = min(block_v, COLUMNS[DEVICE_FAMILY])
     of_scan = (out, *made, decays, states, *sequences, states.stride(0), sequences.block_table.stride(0), first_req)
     keywords = {name: sizes[name] for name in ("KEY_DIM", "VALUE_DIM", "BLOCK_K", "BLOCK_V")}
-    keywords |= {"VALUE_HEADS": count, "TILE_V": tile, "CHUNK": CHUNK, "num_warps": 4, "num_stages": 1}
-    # one stage: with more, the loop reads ahead of the last chunk, beyond the buffers
+    keywords |= {"VALUE_HEADS": count, "TILE_V": tile, "CHUNK": CHUNK, "num_warps": 4}
+    if mixed.dtype == torch.float32:  # which has no room in shared memory for what is read ahead
+        keywords["num_stages"] = 1
     launch(_delta_scan_kernel, (-(-heads.value_dim // tile), count, num_reqs), of_scan, keywords)
 
 
