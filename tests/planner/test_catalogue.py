@@ -51,6 +51,7 @@ def test_layers_weigh_what_the_reference_implementation_builds(name: str) -> Non
     with torch.device("meta"):
         built = model_class(model_class.config_class(**copy.deepcopy(raw)))
     expected = sum(parameter.numel() for parameter in built.parameters())
+    expected += sum(buffer.numel() for name, buffer in built.named_buffers() if name.endswith("correction_bias"))
     found = shape_of(config, name)
     assert found.total_weights - found.spec.draft_weights == expected
 
