@@ -21,6 +21,7 @@ from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.loader import load_model
+from headrace.models.registry import describe
 from headrace.quantization.fp8 import RoundingProduct
 
 SCHEMES = ("fp8", "ptpc_fp8")
@@ -114,11 +115,12 @@ def check_quantized(scheme: str, exact: Driver, wanted: Tensor, found: Driver, l
         difference = float(((logits - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
     else:
         difference = error(logits, wanted)
-    assert 0.001 < difference < (0.4 if sparse else 0.25)  # sharp attention of random weights; a wrong layer gives 1.4
-    (fused,) = exact.model.notes
-    note, same = found.model.notes
-    assert same == fused
-    assert note.startswith(f"Quantization {scheme}: ")
+    states = any(
+        layer.mixer.kind == "state" for layer in describe(exact.config).layers
+    )  # errors go on from token to token
+    assert 0.001 < difference < (0.8 if states else 0.4 if sparse else 0.25)  # sharp random weights; a wrong layer: 1.4
+    (note,) = (one for one in found.model.notes if one.startswith(f"Quantization {scheme}: "))
+    assert [one for one in found.model.notes if one != note] == exact.model.notes
     assert "lm_head" in note
     assert ("mlp (router)" in note) == sparse
     shared = found.config.raw.get("shared_expert_intermediate_size", 64)

@@ -39,7 +39,22 @@ FIELDS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"] * 3,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
+EXPERTS = ("Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next")
+"""how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""
 
 
@@ -80,7 +95,7 @@ def test_tied_embeddings_serve_as_head() -> None:
 def test_every_family_that_is_served_can_be_counted(architecture: str) -> None:
     found = shape_of({**FIELDS, "architectures": [architecture]}, "tiny")
     assert found.num_layers == 3
-    assert found.is_moe == (architecture.startswith(("Mixtral", "GptOss")) or "Moe" in architecture)
+    assert found.is_moe == (architecture.startswith(EXPERTS) or "Moe" in architecture)
     for layer in {group.layer for group in found.groups} if found.is_moe else ():
         assert (layer.feed_forward.num_experts, layer.feed_forward.experts_per_token) == (4, 2)
         assert layer.weights - layer.active_weights == 2 * layer.expert_weights

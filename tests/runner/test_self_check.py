@@ -242,7 +242,10 @@ def test_what_only_a_whole_step_shows_turns_every_kernel_to_its_reference(
     expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silu = copied("gate_and_mul")
-    plant(monkeypatch, gate_and_mul=lambda x, *more, **options: silu(x, *more, **options) * (3.0 if x.shape[0] == 17 else 1.0))
+    plant(
+        monkeypatch,
+        gate_and_mul=lambda x, *more, **options: silu(x, *more, **options) * (3.0 if x.shape[0] == 17 else 1.0),
+    )
     found, llm = tokens()
     assert found == expected[None]
     facts = llm._core.facts.workers[0]
