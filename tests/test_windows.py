@@ -24,6 +24,8 @@ OTHERS = [
     for name, variants in VARIANTS.items()
     if name not in dict(SLIDING) and not name.endswith("ForConditionalGeneration")
 ]
+ROOMY = ("Qwen3_5ForCausalLM", "Exaone4ForCausalLM")
+"""whose states and windows take so little that all requests have room at once"""
 BLOCK_SIZES = (16, 1, 64)
 """in turn; no prompts have a whole block of 64 tokens in common"""
 
@@ -55,4 +57,4 @@ def test_tokens_are_transformers_own(case: tuple[str, str], block_size: int, ran
             assert found == [best_tokens(reference, *both, never=EOS) for both in zip(prompts, found, strict=True)]
         stats = llm.stats()
         assert stats.prefix_cache_hits > 0 or block_size > 16
-        assert stats.num_preemptions > 0 or ranks > 1 or block_size != 16
+        assert stats.num_preemptions > 0 or ranks > 1 or block_size != 16 or case[0] in ROOMY

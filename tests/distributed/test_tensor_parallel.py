@@ -41,7 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("case", [f"{architecture}-{variant}" for architecture, variant in CASES])
 def test_two_ranks_equal_one(folders: dict[str, Path], case: str) -> None:
-    check_two(folders[case])
+    # a state takes rounding errors on from token to token
+    check_two(folders[case], 1e-4 if case.startswith(("Qwen3_5", "Qwen3Next")) else 1e-5)
 
 
 def test_two_ranks_of_a_checkpoint_in_several_formats_equal_one(

@@ -115,9 +115,8 @@ def check_quantized(scheme: str, exact: Driver, wanted: Tensor, found: Driver, l
         difference = float(((logits - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
     else:
         difference = error(logits, wanted)
-    states = any(
-        layer.mixer.kind == "state" for layer in describe(exact.config).layers
-    )  # errors go on from token to token
+    # errors of a state go on from token to token
+    states = any(layer.mixer.kind == "state" for layer in describe(exact.config).layers)
     assert 0.001 < difference < (0.8 if states else 0.4 if sparse else 0.25)  # sharp random weights; a wrong layer: 1.4
     (note,) = (one for one in found.model.notes if one.startswith(f"Quantization {scheme}: "))
     assert [one for one in found.model.notes if one != note] == exact.model.notes

@@ -385,6 +385,7 @@ STEERED = {
         "without_python_tag",
         "then_tool_call",
     ],
+    "more than eight blanks between two tokens of JSON": ["multiline_param_", "detect_and_parse_xml_format"],
     "another way of writing than the family's own": [
         "json_simple",
         "json_multiple",
