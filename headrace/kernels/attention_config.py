@@ -241,8 +241,8 @@ WINDOW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
 }
 ALONE_PROGRAMS = 16
 """requests times KV heads up to which ALONE_DECODES serves"""
-DECODES_PER_SM = 16
-"""programs wanted of the fused decode kernel for each multiprocessor: those beyond a sequence's end cost nothing, and
+DECODES_PER_SM = 8
+"""programs wanted of the fused decode kernel for each multiprocessor: those beyond a sequence's end cost little, and
 parts need no second kernel"""
 
 

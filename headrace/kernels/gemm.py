@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import (
     after_inputs,
+    into_l2,
     next_power_of_2,
     overlap,
     pairs_in_registers,
@@ -63,7 +64,7 @@ def _outer(of_weight, of_x, SWAP: tl.constexpr):
 def _dots(
     weight_ptr, x_ptr, scale_ptr, x_scale_ptr, weight_row, row, row_in, K, groups, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32. Scales of
     blocks multiply the sums of each, while the matrix units work on the next; they are the caller's to apply if there
@@ -75,15 +76,19 @@ def _dots(
     dtype: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], dtype)
     part, scale, x_scale = tl.zeros_like(acc), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if OVERLAP:  # only the loop's first weights are loaded before its first wait: bring the next ones close
+        for ahead in tl.static_range(0, AHEAD, 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth):
+            into_l2(weight_ptr + weight_row.to(tl.int64) * K + BLOCK_K + ahead)
     for block in range(0, K, BLOCK_K):
-        waited = after_inputs(block, BLOCK_K, OVERLAP)
         for ahead in tl.static_range(0, BLOCK_K, WIDTH):
             if EVEN_K:
                 weight = tl.load(weight_ptrs + block + ahead)
+                waited = after_inputs(block, BLOCK_K, OVERLAP)
                 x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0)
             else:
                 inside = (block + ahead + k < K)[None, :]
                 weight = tl.load(weight_ptrs + block + ahead, mask=inside, other=0.0)
+                waited = after_inputs(block, BLOCK_K, OVERLAP)
                 x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None] & inside, other=0.0)
             if SCALE_ROWS == 0:
                 acc = add_product(weight.to(x.dtype), x, acc, SWAP)
@@ -133,6 +138,7 @@ def _skinny_kernel(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
@@ -146,7 +152,7 @@ def _skinny_kernel(
     held_row = tl.minimum(weight_row, N - 1)
     acc = _dots(
         weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
-        BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, OVERLAP,
+        BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, AHEAD, OVERLAP,
     )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if SWAP:
@@ -361,11 +367,13 @@ def skinny_linear(
         )  # fmt: skip
         return result
     down = -(-num_tokens // config.block_m)
+    ahead = 0 if gated else max(0, min((config.num_stages - 1) // 2, k // config.block_k - 1)) * config.block_k
     grid = (programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
     _skinny_kernel[grid](
         *arguments, *of_tokens, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
-        BAND=0 if len(grid) == 2 else BAND, num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        BAND=0 if len(grid) == 2 else BAND, AHEAD=ahead, num_warps=config.num_warps,
+        num_stages=config.num_stages, **options,
     )  # fmt: skip
     return result
 

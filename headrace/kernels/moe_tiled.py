@@ -64,7 +64,7 @@ def tiled_experts_kernel(
             codes, words, x_ptr, where * AT_ONCE, TILES - 1, part * PART,
             tl.minimum((part + 1) * PART, ALL_BLOCKS), ALL_BLOCKS, words_step, row, inside, K, K, OUTPUTS, BLOCKS, BITS,
             VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP and not GATED,
-            STAGES,
+            STAGES, 4 if BLOCK_M <= 16 else 0,
         )  # fmt: skip
         if not GATED:
             wait_for_inputs(OVERLAP)

@@ -7,6 +7,8 @@ Several programs share an output's inputs, since one would leave most of the GPU
 and the last to be done adds up the parts, always in the same order.
 """
 
+# ruff: noqa: RUF005 (Triton adds tuples but does not unpack them)
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import after_inputs, pairs_in_registers, tl, triton, wait_for_inputs
+from headrace.kernels._triton import after_inputs, into_l2, pairs_in_registers, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.gemm_epilogue import finish
 from headrace.kernels.tiled import BLOCK, BYTES, LANES, ROWS, TiledWeight, runs_of
@@ -163,10 +165,11 @@ def tiled_dots(
     codes_ptr, words_ptr, x_ptr, tile, last_tile, first, last, blocks, words_step, row, row_in, K, x_stride,
     OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
-    ASM: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of OUTPUTS from `tile` on times x [row, K], over the blocks from `first` up to `last`
-    # [OUTPUTS, rows] fp32. BLOCKS of them are multiplied in turn."""
+    # [OUTPUTS, rows] fp32. BLOCKS of them are multiplied in turn; AHEAD
+    (0 or a power of two) behind the first of these are brought into the L2 cache meanwhile."""
     CHUNKS: tl.constexpr = BITS // 2
     WIDTH: tl.constexpr = _BLOCK // CHUNKS
     SUMS: tl.constexpr = GROUP >= _BLOCK and SCALES != "none"
@@ -179,13 +182,25 @@ def tiled_dots(
     k = tl.arange(0, WIDTH)
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
     acc = tl.zeros([OUTPUTS, row.shape[0]], tl.float32)
+    if OVERLAP and AHEAD > 0:
+        LINE: tl.constexpr = 64  # words
+        place = (first + BLOCKS) * (CHUNKS * _LANES) + tl.arange(0, AHEAD * CHUNKS * _LANES // LINE) * LINE
+        place = tl.minimum(place, blocks * (CHUNKS * _LANES) - LINE)
+        into_l2(codes_ptr + tiles.to(tl.int64)[:, None] * (blocks * (CHUNKS * _LANES)) + place[None, :])
     for start in tl.range(first, last, BLOCKS, num_stages=STAGES):
+        early = ()
+        if OVERLAP:  # all of them before the wait; else where they are used, which takes fewer registers
+            for chunk in tl.static_range(BLOCKS * CHUNKS):
+                early = early + (tl.load(codes_ptrs + (start * CHUNKS + chunk) * _LANES),)
         waited = after_inputs(start * _BLOCK, _BLOCK, OVERLAP)
         for ahead in tl.static_range(BLOCKS):
             here = at + (start + ahead) * words_step * (WORDS * _ROWS)
             part = tl.zeros_like(acc) if SUMS else acc
             for chunk in tl.static_range(CHUNKS):
-                codes = tl.load(codes_ptrs + ((start + ahead) * CHUNKS + chunk) * _LANES)
+                if OVERLAP:
+                    codes = early[ahead * CHUNKS + chunk]
+                else:
+                    codes = tl.load(codes_ptrs + ((start + ahead) * CHUNKS + chunk) * _LANES)
                 column = ahead * _BLOCK + chunk * WIDTH
                 if EVEN_K:
                     x = tl.load(x_ptrs + waited + column, mask=row_in[:, None], other=0.0)
@@ -249,7 +264,7 @@ def _tiled_kernel(
     acc = tiled_dots(
         codes_ptr, words_ptr, x_ptr, tile, tiles - 1, first, tl.minimum(first + each, blocks), blocks, words_step, row,
         row_in, K, x_stride, OUTPUTS, BLOCKS, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP,
-        STAGES,
+        STAGES, STAGES // 3 * BLOCKS if BLOCK_M <= 16 and not GATED else 0,
     )  # fmt: skip
     wait_for_inputs(OVERLAP)
     weight_row = row_of(tile * _ROWS + tl.arange(0, OUTPUTS), N, GATED)

@@ -1,7 +1,7 @@
 """`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
 kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
 dtype, head size and so on comes up for its vendor: AMD's two targets, for which the tables pick the same, take turns.
-One JSON line a kernel: what it is, spills, shared memory."""
+One JSON line a kernel: what it is, spills, shared memory, whether it loads before it waits."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ from headrace.kernels import (
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
 from headrace.kernels.paged import Sequences
-from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
+from tests.kernels.offline_target import TARGETS, compiled, loads_before_it_waits, spills, use_target
 from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -64,7 +64,8 @@ def report(label, kernel, known):
     fresh = [found for found in compiled(kernel) if id(found) not in known]
     known.update(map(id, fresh))
     for found in fresh:
-        print(json.dumps({"kernel": label, "spills": spills(found), "shared": found.metadata.shared}), flush=True)
+        entry = {"kernel": label, "spills": spills(found), "shared": found.metadata.shared}
+        print(json.dumps(entry | {"early": loads_before_it_waits(found)}), flush=True)
 
 
 def compile_attention(family):

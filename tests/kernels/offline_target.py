@@ -83,3 +83,10 @@ def spills(found):
     if not usage:
         raise RuntimeError(f"cuobjdump names no stack: {report}")
     return sum(map(int, usage))
+
+
+def loads_before_it_waits(found):
+    """Whether a kernel for NVIDIA's GPUs begins to load before it first waits for the kernel in front of it."""
+    text = found.asm.get("ptx", "")
+    first = re.search(r"cp\.async\.c[ag]|ld\.global", text)
+    return first is not None and first.start() < text.find("griddepcontrol.wait")

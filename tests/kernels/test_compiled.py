@@ -35,3 +35,6 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)
     assert [entry for entry in found if entry["spills"]] == []
+    linears = [entry for entry in found if entry["kernel"].startswith(("linear", "tiled linear"))]
+    assert linears
+    assert all(entry["early"] for entry in linears) or target != "sm_90", linears  # weights, beside the kernel in front

@@ -132,7 +132,7 @@ def test_no_request_is_no_work():
 
 def test_plans_fill_the_chip_and_no_more():
     assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[1] == 64
-    assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 8
+    assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 4
     assert plan_decode(1024, 32, 8, 128, 2, "cuda", 132)[1] == 1
 
 
