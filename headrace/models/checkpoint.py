@@ -143,6 +143,10 @@ def text_tensors(tensors: list[StoredTensor], config: ModelConfig) -> tuple[list
     return kept, others
 
 
+OF_CACHES = {"k_scale", "v_scale", "q_scale", "kv_scale", "output_scale"}
+"""tensors beside linears that belong to caches: `qkv_proj.k_scale` makes no linear of qkv_proj"""
+
+
 def of_all_experts(name: str) -> tuple[str, str]:
     """Return the name of a linear of all experts and that of its tensor (`weight_scale`, ...), given the tensor's name
     in a checkpoint that holds all experts of a layer in one tensor; two empty texts for another."""
@@ -166,6 +170,9 @@ def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterat
         linear, tensor = of_all_experts(one.name)
         if not linear:
             linear, _, tensor = one.name.rpartition(".")
+        if tensor in OF_CACHES:
+            yield one
+            continue
         held = names.get(linear) or names.get(f"model.{linear}")
         if held is None:
             yield one

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor, nn
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.layers.attention import KV_SCALE_NAMES, Attention
+from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
@@ -34,6 +34,7 @@ from headrace.layers.moe import SparseMoE
 from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import (
+    OF_CACHES,
     StoredTensor,
     checkpoint_files,
     linear_of,
@@ -145,9 +146,8 @@ def _read_as_stored(folder: Path, layers: list[tuple[str, Layer]], headers: Head
     """Tell layers of experts, and linears of several parts, in which of their forms a checkpoint holds them."""
     files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
-    of_caches = {name.rpartition(".")[2] for name in KV_SCALE_NAMES}  # `qkv_proj.k_scale` makes no linear of qkv_proj
     names = [stored.name for file in files for stored in headers(file)]
-    found = {linear_of(name) for name in names if name.rpartition(".")[2] not in of_caches}
+    found = {linear_of(name) for name in names if name.rpartition(".")[2] not in OF_CACHES}
     linears = found | {f"model.{name}" for name in found}
     for path, layer in layers:
         if isinstance(layer, SparseMoE | Linear):
