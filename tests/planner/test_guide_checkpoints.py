@@ -95,7 +95,8 @@ def test_its_name_alone_tells_about_the_same(name: str) -> None:
         mapped(shape, CHIPS["mi300x"], Parallel(tp=GUIDES[name].tp), max_num_seqs=1).weight_bytes
         for shape in (find_model(name), shape_of(GUIDES[name].config, name))
     ]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.04 if GUIDES[name].served else 0.1)
+    told = GUIDES[name].served and GUIDES[name].quantization != "MXFP4_BUT_ATTENTION"  # what stays plain is in no name
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.04 if told else 0.1)
 
 
 @pytest.mark.parametrize("name", GUIDES)
