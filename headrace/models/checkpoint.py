@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
+from headrace.layers.attention import KV_SCALE_NAMES
 from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig, read_object
 
@@ -143,8 +144,8 @@ def text_tensors(tensors: list[StoredTensor], config: ModelConfig) -> tuple[list
     return kept, others
 
 
-OF_CACHES = {"k_scale", "v_scale", "q_scale", "kv_scale", "output_scale"}
-"""tensors beside linears that belong to caches: `qkv_proj.k_scale` makes no linear of qkv_proj"""
+OF_CACHES = {name.removeprefix("qkv_proj.") for name in KV_SCALE_NAMES if name.startswith("qkv_proj.")}
+"""tensors named below qkv_proj that attention takes as they are: they are no part of a linear, and make none"""
 
 
 def of_all_experts(name: str) -> tuple[str, str]:

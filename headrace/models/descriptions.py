@@ -7,7 +7,7 @@ modules that serve it. The table of families is in registry.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from headrace.model_spec import (
     LayerSpec,
     Mixer,
 )
-from headrace.models.encoders import llama4_vision, qwen3_vision
+from headrace.models.encoders import llama4_vision
 from headrace.models.ropes import read_rope, read_temperature
 
 
@@ -268,9 +268,3 @@ def llama4(c: Fields) -> Described:
         for i in range(num_layers(c))
     )
     return Described(layers, encoder(c, llama4_vision, c.integer("hidden_size")))
-
-
-def qwen3_vl(c: Fields) -> Described:
-    """Describe Qwen3-VL: Qwen3-MoE behind a vision encoder."""
-    text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
-    return replace(text, vision_weights=encoder(c, qwen3_vision))

@@ -11,7 +11,20 @@ from typing import Literal
 from headrace.layer_parts import Norms
 from headrace.model_config import Fields, head_dim, num_layers
 from headrace.model_spec import ExpertNames, Experts
-from headrace.models.descriptions import W1_W3_W2, Described, alike, attention, dense, experts, rms_norm
+from headrace.models.descriptions import (
+    W1_W3_W2,
+    Described,
+    alike,
+    attention,
+    dense,
+    encoder,
+    experts,
+    llama,
+    qwen_experts,
+    rms_norm,
+    switched_window,
+)
+from headrace.models.encoders import qwen3_vision
 from headrace.models.ropes import read_rope
 
 SHARED = ExpertNames(shared="shared_experts")
@@ -37,9 +50,7 @@ def sigmoid_experts(c: Fields) -> Experts:
     return _routed(c, grouped=True, renormalize=c.flag("norm_topk_prob", True), sigmoid=True)
 
 
-def _routed(
-    c: Fields, grouped: bool, renormalize: bool, sigmoid: bool = False, selection_bias: bool = False
-) -> Experts:
+def _routed(c: Fields, grouped: bool, renormalize: bool, sigmoid: bool = False) -> Experts:
     groups = (c.optional("n_group") or 1) if grouped else 1
     if c.integer("n_routed_experts") % groups:
         raise c.refusal("n_group", f"a divisor of n_routed_experts ({c.integer('n_routed_experts')})")
@@ -95,3 +106,9 @@ def olmoe(c: Fields) -> Described:
     mixer = attention(c, qk_norm="wide", qkv_bias=bias, o_bias=bias, norm=norm)
     block = experts(c, "num_experts", renormalize=c.flag("norm_topk_prob"))
     return alike([mixer] * count, [block] * count, Norms(norm=norm))
+
+
+def qwen3_vl_moe(c: Fields) -> Described:
+    """Describe the text part of Qwen3-VL-MoE: Qwen3-MoE behind a vision encoder."""
+    text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
+    return replace(text, vision_weights=encoder(c, qwen3_vision))

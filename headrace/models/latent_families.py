@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.layer_parts import Norms
 from headrace.model_config import Fields, num_layers
 from headrace.model_spec import Experts, LatentAttention, LayerSpec
-from headrace.models.descriptions import Described, dense, encoder, rms_norm
+from headrace.models.descriptions import Described, alike, dense, encoder, rms_norm
 from headrace.models.encoders import kimi_vision
 from headrace.models.expert_families import behind_dense, sigmoid_experts, softmax_experts
 from headrace.models.ropes import read_rope
@@ -47,10 +47,11 @@ def _described(c: Fields, routed: Experts, sparse: list[bool]) -> Described:
     """Return a model whose layers have dense feed-forwards where they are not sparse. Its layers for further tokens
     count as drafts, without embedding and head, which are the model's own."""
     hidden, mixer, plain, norms = c.integer("hidden_size"), latent_attention(c), dense(c), Norms(norm=rms_norm(c))
-    layers = tuple(LayerSpec(mixer, routed if one else plain, norms) for one in sparse)
     draft = LayerSpec(mixer, routed).weights + 2 * hidden**2 + 3 * hidden
     drafts = c.integer("num_nextn_predict_layers", 0, 0) * draft
-    return Described(layers, encoder(c, kimi_vision, hidden), drafts, norm=norms.norm)
+    blocks = [routed if one else plain for one in sparse]
+    vision = encoder(c, kimi_vision, hidden)
+    return alike([mixer] * len(blocks), blocks, norms, vision_weights=vision, draft_weights=drafts)
 
 
 def deepseek_v2(c: Fields) -> Described:
@@ -74,6 +75,5 @@ def glm4_moe_lite(c: Fields) -> Described:
 
 def youtu(c: Fields) -> Described:
     """Describe Youtu-LLM: latent attention and dense feed-forwards."""
-    norms = Norms(norm=rms_norm(c))
-    layer = LayerSpec(latent_attention(c), dense(c), norms)
-    return Described((layer,) * num_layers(c), norm=norms.norm)
+    count = num_layers(c)
+    return alike([latent_attention(c)] * count, [dense(c)] * count, Norms(norm=rms_norm(c)))

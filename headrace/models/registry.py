@@ -170,7 +170,7 @@ MODELS = (
     ModelEntry("MiniMaxM2ForCausalLM", expert_families.minimax_m2, *LLAMA, (KV_HEADS,)),
     ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
     ModelEntry(
-        "Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
+        "Qwen3VLMoeForConditionalGeneration", expert_families.qwen3_vl_moe, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
         {"norm_topk_prob": True},
     ),
     ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),

@@ -23,7 +23,9 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
+from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig
+from headrace.models.checkpoint import StoredTensor, unstacked
 from headrace.models.loader import load_model
 from headrace.models.registry import describe
 from headrace.quantization.checkpoint_format import holds_kv_scales
@@ -316,3 +318,11 @@ def test_logits_of_the_demo_model(kind: str, error: float, agreeing: float) -> N
     expected, logits = (found.model.compute_logits(found.run(dtype)[0]) for dtype in (torch.float32, found.shape.dtype))
     assert (logits - expected).norm() <= error * expected.norm()
     assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() >= agreeing
+
+
+def test_of_a_linear_in_one_only_its_own_tensors_are_shared_out() -> None:
+    parts = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    whole = "model.layers.0.self_attn.qkv_proj"
+    tensors = [StoredTensor(f"{whole}.{name}", Path("f"), (1,), "F32", 0) for name in ("k_scale", "output_scale")]
+    found = [one.name for one in unstacked(tensors, {whole: InOne(parts)})]
+    assert found == [f"{whole}.k_scale", *(f"{part}.output_scale" for part in parts)]
