@@ -339,6 +339,9 @@ class ExpertNames:
     shared: str = "shared_expert"
     selection: str = "gate.e_score_correction_bias"
     """the biases with which experts are chosen"""
+    in_one: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    """names of one tensor for all experts' gates and ups, gate above or beside up, and of one for their downs, in
+    checkpoints that have it so: [experts, out, in] or [experts, in, out]"""
     stacked: str = ""
     """name of one tensor for all experts' gates and ups, [experts, in, out] with gate and up in turn, beside a tensor
     `down`: `<block>.experts.<stacked>`; empty: each expert has tensors of its own"""

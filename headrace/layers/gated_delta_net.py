@@ -3,7 +3,7 @@ norm and gate, project back."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class ProjectionIn(MergedColumnParallelLinear):
         parts = [part.path(path) for part in self.spec.parts]
         return {f"{path[:-1]}": InOne(tuple(parts[:3]))} if len(parts) > 1 else {}
 
-    def read_as(self, path: str, linears: Set[str]) -> None:
+    def read_as(self, path: str, linears: Collection[str]) -> None:
         if len(self.spec.parts) > 1:
             own, (*mixed, gate) = self.spec, self.spec.parts
             self.spec = replace(own, parts=tuple(mixed))

@@ -6,7 +6,7 @@ scheme (quantization/), which models/loader.py attaches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +99,7 @@ class Linear(Layer):
         parts = self.spec.parts
         return {path: InOne(tuple(part.path(path) for part in parts))} if len(parts) > 1 else {}
 
-    def read_as(self, path: str, linears: Set[str]) -> None:
+    def read_as(self, path: str, linears: Collection[str]) -> None:
         """Take the parts from where a checkpoint with these `linears` has them: all may be rows of one. To be called
         before `attach`."""
         if path not in linears or len(self.spec.parts) == 1:

@@ -5,7 +5,7 @@ Every rank holds a slice of every expert's intermediate size. kernels/moe.py bri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -97,6 +97,8 @@ class SparseMoE(Layer):
         self.spec = spec
         self.specs_for = partial(expert_specs, spec, group, dtype)
         self.in_turn: InTurn = "in all experts" if spec.names.stacked else ""
+        self.transposed = False
+        """Whether the checkpoint has all experts in one tensor, [experts, in, out]"""
         self.attach(unquantized())
         self.w13: Weights = {}
         self.w2: Weights = {}
@@ -157,16 +159,28 @@ class SparseMoE(Layer):
             return {}
         gate, up, down = (f"{block}.experts.{{}}.{name}" for name in (names.gate, names.up, names.down))
         router = {} if block == path else {f"{path}.gate": InOne((f"{block}.{names.router}",))}
-        held = {"gate_up_proj": InOne((gate, up), spec.num_experts), "down_proj": InOne((down,), spec.num_experts)}
-        stacked = {f"{place}.experts.{name}": one for place in {path, block} for name, one in held.items()}
-        return stacked | router
+        held = (InOne(linears, spec.num_experts, self.transposed) for linears in ((gate, up), (down,)))
+        return router | {name: one for one, these in zip(held, self._in_one(path), strict=True) for name in these}
 
-    def read_as(self, path: str, linears: Set[str]) -> None:
-        """Take gate and up from where a checkpoint with these `linears` has them. To be called before `attach`."""
-        names, block = self.spec.names, self._block(path)
+    def _in_one(self, path: str) -> tuple[list[str], list[str]]:
+        """Return the names that gates and ups of all experts have where they are one linear, and those of downs."""
+        places = dict.fromkeys((path, self._block(path)))
+        gate_up, down = ([f"{place}.{name}" for place in places] for name in self.spec.names.in_one)
+        return gate_up, down
+
+    def read_as(self, path: str, linears: Mapping[str, tuple[int, ...]]) -> None:
+        """Take experts from where a checkpoint with these `linears` (name -> shape of the weight) has them. To be
+        called before `names_in_files` and `attach`."""
+        spec, names, block = self.spec, self.spec.names, self._block(path)
         if not names.stacked:
-            in_one = any(f"{place}.experts.gate_up_proj" in linears for place in (path, block))
-            self.specs_for = partial(self.specs_for, in_one=in_one)
+            gate_up, down = self._in_one(path)
+            found = [linears[name] for name in gate_up if name in linears]
+            self.specs_for = partial(self.specs_for, in_one=bool(found))
+            number, hidden, wide = spec.num_experts, spec.hidden_size, spec.expert_intermediate_size
+            found += [linears[name] for name in down if name in linears]
+            # of these one at least is not square
+            for outputs, inputs in ((2 * wide, hidden), (hidden, wide)):
+                self.transposed |= outputs != inputs and (number, inputs, outputs) in found
         elif f"{block}.experts.0.{names.stacked}" in linears:
             self.in_turn = "in each expert"
         elif f"{block}.experts.0.{names.gate}" in linears:

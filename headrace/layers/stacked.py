@@ -31,6 +31,8 @@ class InOne:
     """names, with {} for an expert's number; each has its rows somewhere in the expert's tensor"""
     experts: int = 0
     """how many are in front of the tensor's rows; 0: it is one linear under another name"""
+    transposed: bool = False
+    """an expert's tensors have inputs before outputs"""
 
 
 def stacked_slots(

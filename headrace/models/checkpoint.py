@@ -55,6 +55,8 @@ class StoredTensor:
     """of its first byte in the file"""
     within: str = ""
     """the name of the tensor in the file that it is a part of, if it is none itself"""
+    transposed: bool = False
+    """the file has its two dimensions in the other order"""
 
     @property
     def shown(self) -> str:
@@ -158,9 +160,11 @@ def of_all_experts(name: str) -> tuple[str, str]:
     return found[1], f"weight_{tensor}" if tensor in _OF_WEIGHTS else tensor
 
 
-def linear_of(name: str) -> str:
-    """Return the name of the linear that a tensor belongs to."""
-    return of_all_experts(name)[0] or name.rpartition(".")[0]
+def linear_of(name: str) -> tuple[str, str]:
+    """Return the name of the linear that a tensor belongs to, and that of the tensor (`weight`, `weight_scale`, ...)."""
+    of_all = of_all_experts(name)
+    linear, _, tensor = name.rpartition(".")
+    return of_all if of_all[0] else (linear, tensor)
 
 
 def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterator[StoredTensor]:
@@ -168,9 +172,7 @@ def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterat
     linears that have rows in it. `names`: by the linear's name in the file. Raises CheckpointError where there are
     other numbers of experts."""
     for one in tensors:
-        linear, tensor = of_all_experts(one.name)
-        if not linear:
-            linear, _, tensor = one.name.rpartition(".")
+        linear, tensor = linear_of(one.name)
         if tensor in OF_CACHES:
             yield one
             continue
@@ -192,10 +194,13 @@ def _each_expert(one: StoredTensor, tensor: str, held: InOne) -> Iterator[Stored
             "experts in front"
         )
     shape, size = (one.shape, 0) if shared else (one.shape[1:], one.num_bytes // held.experts)
+    transposed = held.transposed and len(shape) == 2
+    shape = shape[::-1] if transposed else shape
     for expert in range(held.experts):
         for linear in held.linears:
             name = f"{linear.format(expert)}.{tensor}"
-            yield replace(one, name=name, shape=shape, offset=one.offset + expert * size, within=one.name)
+            offset = one.offset + expert * size
+            yield replace(one, name=name, shape=shape, offset=offset, within=one.name, transposed=transposed)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:

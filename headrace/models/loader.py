@@ -91,9 +91,9 @@ def load_model(
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
         headers, others = _text_headers(config)
-        tensors_of = _headers(layers, headers)
         if load_format != "dummy":
             _read_as_stored(folder, layers, headers)
+        tensors_of = _headers(layers, headers)
         in_files = linears_in_files(folder, tensors_of) if config.quantization and load_format != "dummy" else None
         model.notes = attach_schemes(config, layers, context, quantization, in_files)
         slots = slots_of(layers, torch.device("meta"))  # so that errors come before large memory is taken
@@ -146,9 +146,12 @@ def _read_as_stored(folder: Path, layers: list[tuple[str, Layer]], headers: Head
     """Tell layers of experts, and linears of several parts, in which of their forms a checkpoint holds them."""
     files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
-    names = [stored.name for file in files for stored in headers(file)]
-    found = {linear_of(name) for name in names if name.rpartition(".")[2] not in OF_CACHES}
-    linears = found | {f"model.{name}" for name in found}
+    linears: dict[str, tuple[int, ...]] = {}
+    for stored in (stored for file in files for stored in headers(file)):
+        linear, tensor = linear_of(stored.name)
+        if tensor not in OF_CACHES:
+            for name in (linear, f"model.{linear}"):
+                linears[name] = stored.shape if tensor == "weight" else linears.get(name, ())
     for path, layer in layers:
         if isinstance(layer, SparseMoE | Linear):
             layer.read_as(path, linears)

@@ -79,6 +79,10 @@ class Wanted:
         """The device that the values go to."""
         return torch.device("cpu") if self.slot.destination is None else self.slot.destination.device
 
+    def in_file_order(self, memory: Tensor) -> Tensor:
+        """Return memory of the values with its dimensions in the order that they have in the file."""
+        return memory.mT if self.stored.transposed else memory
+
     def new_memory(self) -> Tensor:
         """Return memory for the values, in the type that the slot takes."""
         slot = self.slot
@@ -172,7 +176,8 @@ def read_slices(wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Tensor]]:
             if memory is None:
                 memory = part.wanted.new_memory() if part.wanted.into is None else part.wanted.into
             if staged is not None:
-                memory[part.run.index].copy_(staged.to(memory.device, non_blocking=True)[part.run.inner])
+                filled = part.wanted.in_file_order(memory)[part.run.index]
+                filled.copy_(staged.to(memory.device, non_blocking=True)[part.run.inner])
             if part.is_last:
                 values, memory = memory, None
                 yield part.wanted, values
@@ -206,7 +211,8 @@ def _ranges(wanted: Iterable[Wanted]) -> Iterator[list[_Part]]:
     gathered: list[_Part] = []
     size = 0
     for one in wanted:
-        runs = list(_runs(one.stored.shape, one.source, one.dtype.itemsize, one.stored.offset))
+        order = -1 if one.stored.transposed else 1
+        runs = list(_runs(one.stored.shape[::order], one.source[::order], one.dtype.itemsize, one.stored.offset))
         for run in runs:
             part = _Part(one, run, run is runs[-1])
             fits = size + part.buffer_bytes <= RANGE_BYTES and len(gathered) < MOST_PARTS
@@ -264,7 +270,7 @@ def _direct(part: _Part) -> Tensor | None:
     into = part.wanted.into
     if into is None or into.device.type != "cpu" or into.dtype != part.wanted.dtype:
         return None
-    into = into[part.run.index]
+    into = part.wanted.in_file_order(into)[part.run.index]
     return into if into.shape == part.run.shape and into.is_contiguous() else None
 
 

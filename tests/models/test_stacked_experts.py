@@ -162,6 +162,29 @@ def test_ranks_read_their_rows_of_gate_and_of_up(form: str, tmp_path: Path) -> N
         assert torch.equal(down, torch.cat(shares, 2))
 
 
+@pytest.mark.parametrize("form", ["plain", "fp8 in blocks"])
+def test_experts_with_inputs_before_outputs_are_read_as_those_with_outputs_first(form: str, tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE and Llama 4 are published. Some of the matrices are square."""
+    if form == "plain":
+        with pytest.MonkeyPatch.context() as patch:
+            own = VARIANTS["Qwen3VLMoeForConditionalGeneration"]["text"] | {"moe_intermediate_size": 32}
+            patch.setitem(VARIANTS["Qwen3VLMoeForConditionalGeneration"], "odd", own)
+            save_tiny_model("Qwen3VLMoeForConditionalGeneration", "odd", tmp_path / "model")
+    else:
+        stacked(tmp_path / "model", "Qwen3MoeForCausalLM", form)
+    (tmp_path / "turned").mkdir()
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for name, one in tensors.items():
+        if ".experts." in name:
+            tensors[name] = one.mT.contiguous()
+    save_file(tensors, tmp_path / "turned" / "model.safetensors")
+    (tmp_path / "turned" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    for rank, ranks in ((0, 1), (1, 2)):
+        both = (experts_of(tmp_path / folder, rank, ranks) for folder in ("model", "turned"))
+        for one, turned in zip(*both, strict=True):
+            assert torch.equal(one, turned)
+
+
 SPOILT: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
     "no scales": ("_scale_inv", lambda one: None, r"lacks .*experts\.0\.gate_proj\.weight_scale_inv, "),
     "not spoilt": ("", lambda one: one, ""),
