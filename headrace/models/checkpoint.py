@@ -161,7 +161,7 @@ def of_all_experts(name: str) -> tuple[str, str]:
 
 
 def linear_of(name: str) -> tuple[str, str]:
-    """Return the name of the linear that a tensor belongs to, and that of the tensor (`weight`, `weight_scale`, ...)."""
+    """Return the name of the linear that a tensor belongs to, and that of the tensor (`weight`, `weight_scale`)."""
     of_all = of_all_experts(name)
     linear, _, tensor = name.rpartition(".")
     return of_all if of_all[0] else (linear, tensor)
