@@ -15,12 +15,9 @@ from headrace.server.protocol import ChatCompletionRequest
 from headrace.server.serving import Serving
 from headrace.server.tool_use import ToolUse
 from headrace.structured_outputs.call_grammar import calls_grammar
-from headrace.structured_outputs.grammar import Grammar, after_reasoning, either, literal, sequence
+from headrace.structured_outputs.grammar import Grammar, Rules, after_reasoning, either
 from headrace.structured_outputs.harmony import in_final
-from headrace.structured_outputs.limits import GAP
 
-_SPACE = Grammar(f"(/{GAP}/)?")
-"""What some models write before they open a thought, as GLM does."""
 MAX_KEPT = 64
 """Sets of tools whose grammars are kept: an agent sends the same ones in every turn, and twenty take 20 ms."""
 
@@ -109,7 +106,10 @@ def _behind(
     whole = after_reasoning(grammar, opener=opener, closers=form.close, is_open=state, special=special)
     if not state or _ends_with(rendered, form.open):
         return whole
-    return either(sequence(_SPACE, literal(opener, special), whole), whole)
+    rules = Rules(special)
+    inside = rules.placed(whole)
+    # Some models write white space before they open a thought, as GLM does.
+    return rules.grammar(rules.one_of([rules.joined(rules.space, rules.literal(opener), inside), inside]))
 
 
 def _ends_with(rendered: Rendered, markup: tuple[str, ...]) -> bool:

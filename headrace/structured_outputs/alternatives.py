@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.grammar import JsonOptions
 from headrace.structured_outputs.limits import MAX_WAYS
 from headrace.structured_outputs.overlap import TYPES, type_of
 from headrace.structured_outputs.regex import as_python
-from headrace.structured_outputs.schema import NUMBERS, JsonOptions, checked_schema
+from headrace.structured_outputs.schema import NUMBERS, checked_schema
 
 Schema = dict[str, Any]
 MAX_DEPTH = 32
 """How deep references and combinations may lie within each other before there is a value."""
+_NAMING = frozenset(("properties", "patternProperties", "additionalProperties"))
 _TYPE_OF_KEYWORD = {
     "properties": "object", "patternProperties": "object", "additionalProperties": "object", "required": "object",
     "minProperties": "object", "maxProperties": "object", "items": "array", "prefixItems": "array",
@@ -23,26 +25,6 @@ _TYPE_OF_KEYWORD = {
     "pattern": "string", "minLength": "string", "maxLength": "string",
     "format": "string", **dict.fromkeys(sorted(NUMBERS), "number"),
 }  # fmt: skip
-
-
-def _with_named_root(schema: Schema) -> Schema:
-    """Return a schema that does not refer to itself as "#": parts of it that stand alone would mean themselves."""
-    name = "#/$defs/whole"
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [renamed(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if value.get("$ref") == "#":
-            value = {**value, "$ref": name}
-        return {key: item if key in ("const", "enum") else renamed(item) for key, item in value.items()}
-
-    found: Schema = renamed(schema)
-    if found == schema:
-        return schema
-    whole = {key: value for key, value in found.items() if key != "$defs"}
-    return {**found, "$defs": {**found.get("$defs", {}), "whole": whole}}
 
 
 class Impossible(Exception):
@@ -54,7 +36,7 @@ class Schemas:
 
     def __init__(self, parameters: Mapping[str, Any], field: str) -> None:
         self.field = field
-        self.root = _with_named_root(checked_schema(parameters, field, JsonOptions()))
+        self.root = checked_schema(parameters, field, JsonOptions())
         if "object" not in (given := parameters.get("type", "object")):
             raise RequestError(f"{field}.type must be 'object', as arguments have names; got {quoted(given)}", "tools")
 
@@ -102,8 +84,11 @@ class Schemas:
     def _both(self, one: Schema, other: Schema) -> Schema | None:
         """What allows what both allow; None, if that is nothing."""
         merged = dict(one)
+        for side, beside in ((one, other), (other, one)):
+            if "patternProperties" in side and beside.keys() & _NAMING and side != beside:
+                raise self.refused(other, "patternProperties beside other properties")
         for key, value in other.items():
-            if key in ("properties", "patternProperties", "prefixItems"):
+            if key in ("properties", "prefixItems"):
                 continue  # see below: what one schema says of others applies to those that the other names too
             if key not in merged or merged[key] == value:
                 merged[key] = value
@@ -128,12 +113,6 @@ class Schemas:
         names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
         if names:
             merged["properties"] = {name: _all_of(*_of_name(one, name), *_of_name(other, name)) for name in names}
-        patterns = dict.fromkeys([*one.get("patternProperties", ()), *other.get("patternProperties", ())])
-        if patterns:
-            merged["patternProperties"] = {
-                pattern: _all_of(self._of_pattern(one, pattern), self._of_pattern(other, pattern))
-                for pattern in patterns
-            }
         places = range(max(len(side.get("prefixItems", ())) for side in (one, other)))
         if places:
             merged["prefixItems"] = [_all_of(_of_place(one, place), _of_place(other, place)) for place in places]
@@ -141,13 +120,6 @@ class Schemas:
         if any(not self.alternatives(merged["properties"][name]) for name in described):
             return None  # nothing fits a property that must be there
         return None if _is_empty(merged) else merged
-
-    def _of_pattern(self, schema: Schema, pattern: str) -> Any:
-        """What a schema says of the properties that a pattern finds."""
-        described = schema.get("patternProperties", {})
-        if described and pattern not in described:
-            raise self.refused(schema, "patternProperties beside others")
-        return described.get(pattern, schema.get("additionalProperties", True))
 
 
 def _all_of(*schemas: Any) -> Any:

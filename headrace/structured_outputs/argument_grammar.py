@@ -1,4 +1,4 @@
-"""Makes grammars of arguments that have a tag each, and holds what literal_grammar.py shares with them."""
+"""Makes grammars of arguments that have a tag each; has what literal_grammar.py shares with them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from headrace.parsers.written import Tagged
-from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
-from headrace.structured_outputs.lark import Rules, escaped, without
+from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, patterns_of, properties, types, values
+from headrace.structured_outputs.formats import NATIVE_FORMATS
+from headrace.structured_outputs.grammar import Rules, escaped, without
+from headrace.structured_outputs.regex import whole_pattern
 from headrace.structured_outputs.schema import NUMBERS
-from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
 _KEY_AGAIN = "{key}"
 KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
@@ -24,6 +27,34 @@ _SCALARS = {
 """Values that are read as no string although a string begins like them."""
 _NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[{(\"'](?s:.*))[ \t\r\n]*/"
 """Text that is read as another type where a value may be a string or something else."""
+_TRIMMED = r"(/[^ \t\r\n]((?s:.*)[^ \t\r\n])?/ | /(?:)/)"
+"""Text that stays as it is when white space around it is taken away."""
+
+
+def string_pattern(schema: dict[str, Any], stops: tuple[str, ...], taken: str = "") -> str:
+    """Return the pattern of the strings that a schema allows, of which none holds a stop.
+
+    `taken` is a pattern of what would be read as another type.
+    """
+    parts = [without(stops)]
+    if is_free(schema) and not taken:
+        return parts[0]
+    parts.append(_TRIMMED)
+    if taken:
+        parts.append(f"~{taken}")
+    for pattern in patterns_of(schema):
+        parts.append(f"/{regex_to_lark(whole_pattern(pattern), 'dw')}/")
+    if schema.get("format") in NATIVE_FORMATS:
+        parts.append(f"/{NATIVE_FORMATS[schema['format']]}/")
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        parts.append(f"/(?s:.){{{int(least)},{most if most == '' else int(most)}}}/")
+    return "(" + " & ".join(parts) + ")"
+
+
+def is_free(schema: dict[str, Any]) -> bool:
+    """Return whether a schema allows any string."""
+    return not schema.keys() & {"pattern", "format", "minLength", "maxLength"}
 
 
 def possible(write: Callable[[Schema, Schemas], str], schemas: Schemas) -> list[str]:

@@ -13,9 +13,8 @@ from headrace.parsers.written import WRITTEN, Json, Literals, Markup, Maybe, Pat
 from headrace.structured_outputs.alternatives import Schemas
 from headrace.structured_outputs.argument_grammar import TaggedArguments
 from headrace.structured_outputs.conversion import ANY_OBJECT, checked
-from headrace.structured_outputs.grammar import Grammar, either
+from headrace.structured_outputs.grammar import Grammar, Rules, either, escaped, without
 from headrace.structured_outputs.harmony import in_channels
-from headrace.structured_outputs.lark import Rules, escaped, without
 from headrace.structured_outputs.limits import MAX_SCHEMA_CHARS
 from headrace.structured_outputs.literal_grammar import LiteralArguments
 from headrace.structured_outputs.schema import grammar_of_schema

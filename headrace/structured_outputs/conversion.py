@@ -19,7 +19,7 @@ from msgspec import structs
 from headrace.errors import RequestError, clip, quoted
 from headrace.structured_outputs import schema as schemas
 from headrace.structured_outputs.ebnf import is_ebnf, lark_of_ebnf
-from headrace.structured_outputs.grammar import Grammar, of_choice, of_lark, of_regex
+from headrace.structured_outputs.grammar import Grammar, JsonOptions, Rules
 from headrace.structured_outputs.limits import (
     LIMITS_OF_CHECK,
     MAX_CHOICES,
@@ -30,7 +30,7 @@ from headrace.structured_outputs.limits import (
     decoded,
 )
 from headrace.structured_outputs.regex import checked_regex
-from headrace.structured_outputs.schema import JsonOptions, grammar_of_schema
+from headrace.structured_outputs.schema import grammar_of_schema
 from headrace.structured_outputs.structural_tag import of_structural_tag
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 from headrace.structured_params import StructuredOutputsParams
@@ -116,12 +116,17 @@ def of_grammar(text: object, special: Marks, path: str) -> Grammar:
     """Return the grammar in a text: GBNF or EBNF if it defines rules with `::=`, else Lark."""
     given = check_text(text, path)
     if is_ebnf(given):
-        return checked(of_lark(lark_of_ebnf(given, path)), special, path)
+        return _of_lark(lark_of_ebnf(given, path), special, path)
     lines = given.splitlines()
     if len(lines) > MAX_LINES or any(len(line) > MAX_REGEX_CHARS for line in lines):
         field = path.partition(".")[0]
         raise RequestError(f"{path} may have {MAX_LINES} lines of {MAX_REGEX_CHARS} characters", field)
-    return checked(of_lark(re.sub(r"(?m)^(\s*)[?!](?=[a-z])", r"\1", given)), special, path)
+    return _of_lark(re.sub(r"(?m)^(\s*)[?!](?=[a-z])", r"\1", given), special, path)
+
+
+def _of_lark(lark: str, special: Marks, path: str) -> Grammar:
+    rules = Rules()
+    return checked(rules.grammar(rules.lark(lark)), special, path)
 
 
 def _encoded(value: object, name: str) -> bytes:
@@ -173,7 +178,8 @@ def _of_json(schema: object, path: str, options: JsonOptions) -> Grammar:
 
 
 def _of_regex(pattern: object, special: Marks, path: str) -> Grammar:
-    return checked(of_regex(checked_regex(pattern, path)), special, path)
+    rules = Rules()
+    return checked(rules.grammar(rules.regex(checked_regex(pattern, path))), special, path)
 
 
 def _of_choice(choices: object, path: str) -> Grammar:
@@ -184,7 +190,8 @@ def _of_choice(choices: object, path: str) -> Grammar:
     texts = [check_text(choice, f"{path}[{index}]") for index, choice in enumerate(choices)]
     if sum(map(len, texts)) > MAX_SCHEMA_CHARS:
         raise RequestError(f"{path} may have {MAX_SCHEMA_CHARS} characters in all", field)
-    return of_choice(texts)
+    rules = Rules()
+    return rules.grammar(rules.terminal(" | ".join(map(json.dumps, dict.fromkeys(texts)))))
 
 
 def _json_options(params: StructuredOutputsParams, name: str) -> JsonOptions:
@@ -194,5 +201,5 @@ def _json_options(params: StructuredOutputsParams, name: str) -> JsonOptions:
     elif params.whitespace_pattern is not None:
         path = "structured_outputs.whitespace_pattern" if name == "structured_outputs" else "guided_whitespace_pattern"
         space = checked_regex(params.whitespace_pattern, path)
-        checked(of_regex(space), {}, path)
+        _of_regex(space, {}, path)
     return JsonOptions(space, not params.disable_additional_properties)

@@ -1,8 +1,8 @@
-"""Defines the normal form of what output is held to: rules in llguidance's dialect of Lark, which refer to JSON schemas
-and to other grammars by name.
+"""Defines the normal form of what output is held to, and collects its rules: llguidance's dialect of Lark, which refers
+to JSON schemas and to other grammars by name.
 
-Grammars are values that are put together: `sequence`, `either`, `lazily`, `after_reasoning`. Names of rules and parts
-are made of their content, so that no two grammars clash. What clients send becomes a Grammar in `conversion.py`.
+Names of rules and parts are made of their content, so that grammars may be put together: equal names mean the same.
+What clients send becomes a Grammar in `conversion.py`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llguidance import regex_to_lark
 
+from headrace.structured_outputs.limits import GAP, SPACE
+
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Forced text would be tokenized by llguidance, which takes "<|im_end|>" in a string for the mark of that name."""
 TEXT = "/(?s:.*)/"
 """Any text, of which marks are no part."""
+_OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`\s])|(?<=\{)(?=\")")
+_META = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
+
+
+@dataclass(frozen=True)
+class JsonOptions:
+    """Says how JSON may be written, beside what its schema says."""
+
+    whitespace: str | None = f"({SPACE})"
+    """A regular expression of what may stand between the tokens of JSON; None: nothing."""
+    additional_properties: bool = True
+    """False: objects whose schema names properties have no others, unless it says so."""
 
 
 @dataclass(frozen=True)
@@ -41,116 +55,155 @@ class Grammar:
         return f'{{"grammars": [{{"lark_grammar": {json.dumps(lark)}}}{parts}]}}'
 
 
-def _name(prefix: str, content: str) -> str:
-    return f"{prefix}_{hashlib.blake2b(content.encode(errors='replace'), digest_size=9).hexdigest()}"
+def escaped(text: str) -> str:
+    """Return a pattern, for use between slashes, that matches exactly this text."""
+    return _META.sub(r"\\\g<0>", text).replace("\n", r"\n").replace("\r", r"\r")
 
 
-def _with(start: str, grammars: Sequence[Grammar]) -> Grammar:
-    """Return a grammar whose `start` refers to rules of others, of which each is taken once."""
-    used = dict.fromkeys(rule for grammar in grammars for rule in grammar.rules)
-    parts = dict.fromkeys(part for grammar in grammars for part in grammar.parts)
-    return Grammar(start, tuple(used), tuple(parts))
+def without(stops: Sequence[str]) -> str:
+    """Return a pattern of all text that has none of these in it."""
+    if not stops:
+        return TEXT
+    return f"({TEXT} & ~/(?s:.*)(?:{'|'.join(map(escaped, stops))})(?s:.*)/)"
 
 
-def of_text(text: str) -> Grammar:
-    """Return the grammar of exactly this text; characters that spell a mark stay characters."""
-    return Grammar(json.dumps(text))  # in ASCII: Lark's lexer here takes no control characters in a string
+class Rules:
+    """Collects the rules of one grammar, each of them once.
+
+    Its methods return what stands for something in the body of a rule; "" stands for no text.
+    """
+
+    def __init__(self, special: Mapping[str, int] | None = None) -> None:
+        self.special = special or {}
+        """Text -> id of the tokens that are marks (vocabulary.marks), which no string or pattern matches."""
+        self._names: dict[str, str] = {}
+        self._lines: dict[str, None] = {}
+        self._parts: dict[str, None] = {}
+
+    def literal(self, text: str) -> str:
+        """Return what matches just this markup: where it spells a mark, that token is meant."""
+        pattern = "|".join(re.escape(mark) for mark in sorted(self.special, key=len, reverse=True) if mark in text)
+        pieces = re.split(f"({pattern})", text) if pattern else [text]
+        # In ASCII: Lark's lexer here takes no control characters in a string.
+        return " ".join(f"<[{self.special[one]}]>" if one in self.special else json.dumps(one) for one in pieces if one)
+
+    def loose(self, text: str) -> str:
+        """Return what matches this text; white space is any or none but before a letter or backquote, and may be
+        within braces."""
+        first, *rest = map(self.literal, _OPTIONAL_SPACE.split(text))
+        return self.joined(first, *(part for piece in rest for part in (self.space, piece)))
+
+    def joined(self, *parts: str) -> str:
+        """Put one after the other; optional white space next to optional white space is one."""
+        found: list[str] = []
+        for part in filter(None, parts):
+            if not (found and found[-1].endswith(self.space) and part.startswith(self.space)):
+                found.append(part)
+            elif part != self.space:
+                found.append(part[len(self.space) :].strip())
+        return " ".join(found)
+
+    @property
+    def space(self) -> str:
+        """Optional white space."""
+        return self.terminal(f"/{GAP}/") + "?"
+
+    def terminal(self, pattern: str) -> str:
+        """Return the name of a terminal with this pattern."""
+        return self._named("T_", pattern, "")
+
+    def regex(self, pattern: str) -> str:
+        """Return what matches the texts that a regular expression matches as a whole."""
+        return f"/{regex_to_lark(pattern, '')}/" if pattern else '""'
+
+    def rule(self, body: str) -> str:
+        """Return the name of a rule with this body."""
+        return self._named("r_", body or '""', "")
+
+    def one_of(self, bodies: Iterable[str]) -> str:
+        """Return what matches any of these."""
+        found = list(dict.fromkeys(bodies))
+        return found[0] if len(found) == 1 else self.rule(" | ".join(body or '""' for body in found))
+
+    def repeated(self, body: str, at_least: int = 0, at_most: int | None = None) -> str:
+        """Return what matches so many of the same, one after the other."""
+        return f"({body}){{{at_least},{'' if at_most is None else at_most}}}"
+
+    def until(self, pattern: str, end: str, *, spelled: bool = False) -> str:
+        """Return what matches text of a pattern, and `end` where it first is.
+
+        A pattern must itself keep out an `end` with a mark in it. `spelled`: its characters are meant even then.
+        """
+        head, rest = (end, "") if spelled else self.at_mark(end)
+        if rest:
+            text = f"{pattern} {json.dumps(head)}" if head else pattern
+            return f"{self.terminal(text)} {self.literal(rest)}"
+        return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
+
+    def at_mark(self, text: str) -> tuple[str, str]:
+        """Split a text before the first token in it that is a mark."""
+        place = min((place for mark in self.special if (place := text.find(mark)) >= 0), default=len(text))
+        return text[:place], text[place:]
+
+    def until_pattern(self, pattern: str, end: str) -> str:
+        """Return what matches text of a pattern, and after it the first match of another."""
+        return self._named("r_", f"{pattern} /{end}/", "[lazy]")
+
+    def json(self, schema: Mapping[str, Any], options: JsonOptions | None = None) -> str:
+        """Return what matches JSON of a schema that `schema.checked_schema` made."""
+        space = (options or JsonOptions()).whitespace
+        settings = {"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
+        return self._part("json_schema", {**schema, "x-guidance": settings | schema.get("x-guidance", {})})
+
+    def lark(self, source: str) -> str:
+        """Return what matches a whole Lark grammar, with its own rule `start`."""
+        return self._part("lark_grammar", source)
+
+    def _part(self, kind: str, source: object) -> str:
+        encoded = json.dumps(source)
+        name = f"part_{_digest(kind + encoded)}"
+        self._parts[f'{{"name": "{name}", "{kind}": {encoded}}}'] = None
+        return "@" + name
+
+    def placed(self, grammar: Grammar) -> str:
+        """Return what matches a grammar that was made by itself."""
+        self._lines.update(dict.fromkeys(grammar.rules))
+        self._parts.update(dict.fromkeys(grammar.parts))
+        return f"({grammar.start})"
+
+    def _named(self, prefix: str, body: str, options: str) -> str:
+        key = options + body
+        if key not in self._names:
+            self.define(self.reserve(key, prefix), body, options)
+        return self._names[key]
+
+    def known(self, key: str) -> str | None:
+        """Return the name that was reserved for this key."""
+        return self._names.get(key)
+
+    def reserve(self, key: str, prefix: str = "r_") -> str:
+        """Return a name for a rule that is defined later, so that it may refer to itself."""
+        name = prefix + _digest(key)
+        self._names[key] = name.upper() if prefix.isupper() else name
+        return self._names[key]
+
+    def define(self, name: str, body: str, options: str = "") -> None:
+        """Give a reserved name its body."""
+        self._lines[f"{name}{options}: {body}"] = None
+
+    def grammar(self, start: str) -> Grammar:
+        """Return the whole."""
+        return Grammar(start or '""', tuple(self._lines), tuple(self._parts))
 
 
-def literal(text: str, special: Mapping[str, int]) -> Grammar:
-    """Return the grammar of exactly this markup. `special`: the vocabulary's marks (vocabulary.marks): where the text
-    spells one, its token is meant."""
-    pattern = "|".join(re.escape(mark) for mark in sorted(special, key=len, reverse=True) if mark in text)
-    pieces = re.split(f"({pattern})", text) if pattern else [text]
-    found = [f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece]
-    return Grammar(" ".join(found) or '""')
-
-
-def of_regex(pattern: str) -> Grammar:
-    """Return the grammar of the texts that a regular expression matches as a whole."""
-    return Grammar(f"/{regex_to_lark(pattern, '')}/" if pattern else '""')
-
-
-def of_choice(texts: Sequence[str]) -> Grammar:
-    """Return the grammar of any one of these texts."""
-    body = " | ".join(map(json.dumps, dict.fromkeys(texts)))
-    name = _name("CHOICE", body).upper()
-    return Grammar(name, (f"{name}: {body}",))
-
-
-def of_schema(schema: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of the JSON that a schema, in the form that schema.py makes, describes."""
-    return _named("json_schema", schema)
-
-
-def of_lark(lark: str) -> Grammar:
-    """Return the grammar of a whole Lark grammar, with its own rule `start`."""
-    return _named("lark_grammar", lark)
-
-
-def _named(kind: str, source: object) -> Grammar:
-    encoded = json.dumps(source)
-    name = _name("part", kind + encoded)
-    return Grammar("@" + name, (), (f'{{"name": "{name}", "{kind}": {encoded}}}',))
-
-
-def any_text(excluded: Sequence[str] = ()) -> Grammar:
-    """Return the grammar of any text that has none of the `excluded` ones in it."""
-    if not excluded:
-        return Grammar(TEXT)
-    inside = "|".join(regex_to_lark(re.escape(text), "") for text in excluded)
-    body = f"{TEXT} & ~/(?s:.*)({inside})(?s:.*)/"
-    name = _name("TEXT", body).upper()
-    return Grammar(name, (f"{name}: {body}",))
-
-
-def sequence(*grammars: Grammar) -> Grammar:
-    """Return the grammar of one after the other."""
-    start = " ".join(f"({grammar.start})" for grammar in grammars) or '""'
-    return _with(start, grammars)
+def _digest(content: str) -> str:
+    return hashlib.blake2b(content.encode(errors="replace"), digest_size=9).hexdigest()
 
 
 def either(*grammars: Grammar) -> Grammar:
     """Return the grammar of any one of several."""
-    return _with(" | ".join(f"({grammar.start})" for grammar in grammars), grammars)
-
-
-def repeated(grammar: Grammar, at_least: int = 0, at_most: int | None = None) -> Grammar:
-    """Return the grammar of so many of the same, one after the other."""
-    return _with(f"({grammar.start}){{{at_least},{'' if at_most is None else at_most}}}", [grammar])
-
-
-def up_to(trigger: str, special: Mapping[str, int]) -> Grammar:
-    """Return the grammar of any text up to and with the first occurrence of a trigger."""
-    marks = [mark for mark in special if trigger.startswith(mark)]
-    if marks:
-        return sequence(any_text(), literal(trigger, special))
-    body = f"{TEXT} {json.dumps(trigger)}"
-    name = _name("until", body)
-    return Grammar(name, (f"{name}[lazy]: {body}",))
-
-
-def lazily(
-    triggered: Sequence[tuple[str, Grammar]],
-    special: Mapping[str, int],
-    *,
-    at_least: int = 0,
-    at_most: int | None = None,
-    text_after: bool = True,
-) -> Grammar:
-    """Return the grammar of free text in which whatever follows a trigger is held to that trigger's grammar.
-
-    `at_least`, `at_most`: how often that happens; `text_after`: whether text may follow the last time.
-    """
-    choices: dict[str, list[Grammar]] = {}
-    for trigger, grammar in triggered:
-        choices.setdefault(trigger, []).append(grammar)
-    each = either(*(sequence(up_to(trigger, special), either(*found)) for trigger, found in choices.items()))
-    tail = any_text([] if at_most is None else [trigger for trigger in choices if trigger not in special])
-    whole = repeated(each, at_least, at_most)
-    if text_after:
-        return sequence(whole, tail)
-    return either(whole, tail) if not at_least else whole
+    rules = Rules()
+    return rules.grammar(rules.one_of(map(rules.placed, grammars)))
 
 
 def after_reasoning(
@@ -168,7 +221,7 @@ def after_reasoning(
     """
     if is_open is False:
         return grammar
-    thought = either(*(up_to(closer, special) for closer in closers))
-    if is_open:
-        return sequence(thought, grammar)
-    return either(sequence(literal(opener, special), thought, grammar), grammar)
+    rules = Rules(special)
+    answer = rules.placed(grammar)
+    thought = f"{rules.one_of(rules.until(TEXT, closer) for closer in closers)} {answer}"
+    return rules.grammar(thought if is_open else rules.one_of([f"{rules.literal(opener)} {thought}", answer]))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.structured_outputs.grammar import Grammar, either, literal, repeated, sequence
-from headrace.structured_outputs.lark import Rules, without
+from headrace.structured_outputs.grammar import Grammar, Rules, without
 
 _MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+_FINAL = "<|channel|>final<|message|>"
 
 
 def in_channels(last: Grammar, special: Mapping[str, int], *, or_final: bool = False) -> Grammar:
@@ -20,17 +20,17 @@ def in_channels(last: Grammar, special: Mapping[str, int], *, or_final: bool = F
     """
     rules = Rules(special)
     text = without(_MARKS)
-    asides = [
-        rules.rule(f"{rules.literal(f'<|channel|>{channel}<|message|>')} {rules.until(text, '<|end|>')}")
+    aside = rules.one_of(
+        f"{rules.literal(f'<|channel|>{channel}<|message|>')} {rules.until(text, '<|end|>')}"
         for channel in ("analysis", "commentary")
-    ]
-    aside = rules.grammar(f"{rules.one_of(asides)} {rules.literal('<|start|>assistant')}")
+    )
+    ends = [rules.placed(last)]
     if or_final:
-        said = rules.literal("<|channel|>final<|message|>")
-        last = either(last, rules.grammar(f"{said} {rules.terminal(text)}?"))
-    return sequence(repeated(aside), last)
+        ends.append(f"{rules.literal(_FINAL)} {rules.terminal(text)}?")
+    return rules.grammar(f"({aside} {rules.literal('<|start|>assistant')})* {rules.one_of(ends)}")
 
 
 def in_final(grammar: Grammar, special: Mapping[str, int]) -> Grammar:
     """Return the grammar of an answer whose message to the user follows a grammar."""
-    return in_channels(sequence(literal("<|channel|>final<|message|>", special), grammar), special)
+    rules = Rules(special)
+    return in_channels(rules.grammar(f"{rules.literal(_FINAL)} {rules.placed(grammar)}"), special)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,9 @@ from headrace.structured_outputs.limits import MAX_ONE_OF, MAX_WAYS
 from headrace.structured_outputs.negation import NoComplement, negate
 from headrace.structured_outputs.overlap import TYPES, Resolve, disjoint, named_values, plain
 from headrace.structured_outputs.references import Placed
-from headrace.structured_outputs.regex import as_python, checked_pattern
 
 NOTES = frozenset(("type", "title", "description", "$comment", "default", "examples"))
 """Keywords that say nothing of which names fit."""
-MAX_OPTIONAL = 5
-"""Properties that may be left out beside others that are not named, where all are counted."""
 
 
 @dataclass(frozen=True)
@@ -135,22 +131,20 @@ def _dependencies(keyword: Keyword) -> list[Any]:
 def _property_names(keyword: Keyword) -> list[Any]:
     """Return `properties` or `patternProperties`, without others, of the names that a schema allows."""
     names, schema = keyword.resolve(keyword.value), keyword.schema
-    if names is True:
-        return []
-    if names is False:
-        return [{"properties": {}, "additionalProperties": False}]
+    if isinstance(names, bool):
+        return [] if names else [{"properties": {}, "additionalProperties": False}]
     rest, known = schema.get("additionalProperties", True), object_of(schema.get("properties", {}), keyword.path)
     said = sorted(object_of(names, keyword.path).keys() - NOTES)
     if said in (["enum"], ["const"]):
         allowed = list_of(names.get("enum", [names.get("const")]), keyword.path)
         texts = [name for name in allowed if isinstance(name, str)]
         return [{"properties": {name: known.get(name, rest) for name in texts}, "additionalProperties": False}]
-    if names.get("type", "string") != "string" or schema.get("patternProperties"):
-        raise keyword.refusal("is not supported beside patternProperties, or for names that are no strings")
+    if names.get("type", "string") != "string" or known or schema.get("patternProperties"):
+        raise keyword.refusal("is not supported beside properties, or for names that are no strings")
     if not said:
         return []
     if said == ["pattern"]:
-        pattern = checked_pattern(names["pattern"], f"{keyword.path}.pattern")
+        pattern = names["pattern"]
     elif said == ["format"] and (text := NATIVE_FORMATS.get(names["format"]) or FORMATS.get(names["format"])):
         pattern = f"^(?:{text.removeprefix('^').removesuffix('$')})$"
     elif {*said} <= {"minLength", "maxLength"} and all(count_of(names[one]) is not None for one in said):
@@ -159,11 +153,7 @@ def _property_names(keyword: Keyword) -> list[Any]:
         )
     else:
         raise keyword.refusal(f"is supported with one of pattern, format, lengths and enum; it has {', '.join(said)}")
-    try:
-        fitting = {name: re.search(as_python(pattern), name) is not None for name in known}
-    except re.error:
-        raise keyword.refusal("has a pattern that is not supported beside properties") from None
-    return [{"properties": fitting, "patternProperties": {pattern: True}, "additionalProperties": False}]
+    return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
 
 
 def _unique_items(keyword: Keyword) -> list[Any]:
@@ -213,36 +203,3 @@ REWRITTEN: dict[str, Callable[[Keyword], list[Any]]] = {
     "uniqueItems": _unique_items,
 }
 """Keyword -> what makes schemas of it that must hold too."""
-
-
-def by_names(schema: Mapping[str, Any], keyword: str, count: Any) -> list[dict[str, Any]] | None:
-    """Return the ways, by which named properties are there, in which `minProperties` or `maxProperties` holds. There
-    are none if it always does. None: llguidance counts them, as it does where no named property may be left out."""
-    named, required = schema.get("properties"), schema.get("required")
-    if keyword not in ("minProperties", "maxProperties") or not isinstance(named, Mapping) or not named:
-        return None
-    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
-    optional = [name for name in named if name not in needed]
-    left = min(count - len(needed), len(optional) + 1)
-    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if left <= 0 if keyword == "minProperties" else closed and left >= len(optional):
-        return []
-    if left < 0 or not optional:
-        return None
-    if not closed and len(optional) <= MAX_OPTIONAL:
-        # of the others at most one may be needed: llguidance counts a name that comes twice as two
-        shortest = max(left - 1, 0) if keyword == "minProperties" else 0
-        lengths = range(shortest, len(optional) + 1)
-        subsets = [some for length in lengths for some in itertools.combinations(optional, length)]
-        return [
-            {"properties": {name: name in some for name in optional}, "required": [*some], keyword: count}
-            for some in subsets
-        ]
-    if not 0 < math.comb(len(optional), left) <= MAX_WAYS:
-        return None
-    if keyword == "minProperties":
-        return [{"required": [*some]} for some in itertools.combinations(optional, left)]
-    return [
-        {"properties": {name: name in needed or name in some for name in named}, "additionalProperties": False}
-        for some in itertools.combinations(optional, left)
-    ]

@@ -9,23 +9,18 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from llguidance import LLMatcher
-
 from headrace.parsers.written import Literals
 from headrace.structured_outputs.alternatives import (
     Impossible,
     Schema,
     Schemas,
-    patterns_of,
     properties,
     types,
     values,
 )
-from headrace.structured_outputs.argument_grammar import KEY, NUMBER, possible
-from headrace.structured_outputs.grammar import of_schema
-from headrace.structured_outputs.lark import Rules, without
+from headrace.structured_outputs.argument_grammar import KEY, NUMBER, is_free, possible, string_pattern
+from headrace.structured_outputs.grammar import Rules, without
 from headrace.structured_outputs.schema import NUMBERS
-from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
 _PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
@@ -83,7 +78,12 @@ class LiteralArguments:
     def _options(self, schema: Schema, schemas: Schemas) -> list[str]:
         allowed = values(schema)
         if allowed is not None:
-            return [self._written(value) for value in allowed if self._writable(value)]
+            plain = [value for value in allowed if not isinstance(value, dict | list)]
+            if self._syntax.quote is not None and len(plain) < len(allowed):
+                raise schemas.refused(schema, "lists or objects in an enum")
+            rest = [value for value in allowed if isinstance(value, dict | list)]
+            found = [self._written(value) for value in plain if not any(stop in str(value) for stop in self._stops)]
+            return [*found, self._rules.json({"enum": rest, "x-guidance": _ESCAPES})] if rest else found
         if schema.get("minItems", 0) > schema.get("maxItems", math.inf):
             return []
         kinds = types(schema)
@@ -98,7 +98,7 @@ class LiteralArguments:
     def _of_type(self, kind: str, schema: Schema, schemas: Schemas) -> str:
         match kind:
             case "string":
-                return self._string(schema, schemas)
+                return self._quoted(schema)
             case "boolean":
                 return self._rules.one_of([self._written(True), self._written(False)])
             case "null":
@@ -113,20 +113,15 @@ class LiteralArguments:
                     return self._rules.terminal(f"/{NUMBER}/")
                 return self._rules.json({"type": kind, **limits})
 
-    def _string(self, schema: Schema, schemas: Schemas) -> str:
-        if is_free(schema) or self._syntax.quote is not None:
-            return self._quoted(string_pattern(schema, self._stops))
-        limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
-        alone = schemas.alone({"type": "string", **limits, "x-guidance": _ESCAPES})
-        if len(patterns_of(schema)) > 1 and LLMatcher.validate_grammar(of_schema(alone).to_text()):
-            raise Impossible  # no text has all of the patterns, which only llguidance can tell
-        return self._rules.json(alone)
-
-    def _quoted(self, pattern: str) -> str:
-        """What matches a string of a pattern; Python's may be any."""
-        if self._syntax.quote is None:
+    def _quoted(self, schema: Schema | None = None) -> str:
+        """What matches a string that a schema allows, or any. With limits, Python's has none of its escapes."""
+        quote = self._syntax.quote or '"'
+        if self._syntax.quote is None and (schema is None or is_free(schema)):
             return self._rules.terminal(_PYTHON_STRING)
-        return f"{self._rules.literal(self._syntax.quote)} {self._rules.until(pattern, self._syntax.quote)}"
+        pattern = without(self._stops) if schema is None else string_pattern(schema, self._stops)
+        if self._syntax.quote is None:
+            pattern = rf"({pattern} & /[^\"\\\x00-\x1f]*/)"
+        return f"{self._rules.literal(quote)} {self._rules.until(pattern, quote)}"
 
     def _array(self, schema: Schema, schemas: Schemas) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -209,7 +204,7 @@ class LiteralArguments:
             return known
         name = self._rules.reserve("any literal")
         items = f"{name} ({self._comma} {name})*"
-        options = [self._quoted(without(self._stops)), self._rules.terminal(f"/{NUMBER}/")]
+        options = [self._quoted(), self._rules.terminal(f"/{NUMBER}/")]
         options += map(self._written, self._words)
         options += [f"{self._rules.literal('[')} ({items})? {self._rules.literal(']')}"]
         options += [f"{self._rules.literal('{')} {self._map(name)} {self._rules.literal('}')}"]
@@ -224,37 +219,10 @@ class LiteralArguments:
             return not top or name.isidentifier()
         return re.fullmatch(r"[^\s<>\"'{}\[\],:|]+", name) is not None
 
-    def _writable(self, value: object) -> bool:
-        """Whether a value of an enum can be written."""
-        if isinstance(value, dict):
-            return all(self._is_key(key, False) and self._writable(item) for key, item in value.items())
-        if isinstance(value, list):
-            return all(map(self._writable, value))
-        return (
-            not isinstance(value, str) or self._syntax.quote is None or not any(stop in value for stop in self._stops)
-        )
-
     def _written(self, value: Any) -> str:
         """What matches just this value."""
         if value is None or isinstance(value, bool):
             return self._rules.literal(self._words[value])
-        if isinstance(value, str):
-            if self._syntax.quote is not None:
-                return self._rules.literal(self._syntax.quote + value + self._syntax.quote)
-            return self._rules.literal(_python_string(value))
-        if isinstance(value, list):
-            inner = f" {self._comma} ".join(map(self._written, value))
-            return f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}"
-        if isinstance(value, dict):
-            keys = {key: key if self._syntax.quote is not None else _python_string(key) for key in value}
-            inner = f" {self._comma} ".join(
-                f"{self._rules.literal(keys[key] + ':')} {self._rules.space} {self._written(item)}"
-                for key, item in value.items()
-            )
-            return f"{self._rules.literal('{')} {inner} {self._rules.literal('}')}"
-        return self._rules.literal(json.dumps(value))
-
-
-def _python_string(text: str) -> str:
-    """A string that Python and JSON read alike, but for a slash and marks of control."""
-    return json.dumps(text, ensure_ascii=False)
+        if isinstance(value, str) and self._syntax.quote is not None:
+            return self._rules.literal(self._syntax.quote + value + self._syntax.quote)
+        return self._rules.literal(json.dumps(value, ensure_ascii=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 from headrace.errors import RequestError
@@ -10,8 +9,6 @@ from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
 
 _PART = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?<?[=!]|\?P?<\w+>)?|.", re.DOTALL)
 """What is looked at as one when groups are counted: a class, what opens a group, or a character."""
-_LITERAL = re.compile(r"(\.\*)?((?:[\w@ :;,/#%&=-]|\\[.@/+*?^$()\[\]{}|-])+)")
-_ONE_CLASS = re.compile(r"\^?(\[(?!\^)(?:\\.|[^\]\\])+\])\*\$")
 _TIME = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _ALIKE = {
     r"(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?":
@@ -20,12 +17,17 @@ _ALIKE = {
 """Parts of well-known patterns with look-ahead, each with what means the same: zod's for durations."""
 _DIGITS = re.compile(r"\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)(\\d\{0,(\d+)\}\\\.\\d\{0,(\d+)\}0\*\$?)")
 """Of pydantic, for decimals: so many characters, then so many digits on both sides of a point."""
+_AHEAD = re.compile(r"\(\?=((?:[^()\\]|\\.)*)\)")
+_NOT_AHEAD = {
+    r"(?!\.)": r"^(?:|[^.][\s\S]*)$", r"(?!.*\.\.)": r"^(?:\.?[^.])*\.?$", r"(?!^[-+.]*$)": r"[^\n\-+.]",
+}  # fmt: skip
+"""Negative look-ahead of zod's addresses and pydantic's decimals -> a pattern of texts in which it holds."""
 
 
 def checked_patterns(pattern: object, path: str) -> list[str]:
     """Return patterns that are all found where a pattern of a JSON schema is, in a form that can be held, as
     `checked_regex` does. Of look-ahead, that which stands at the beginning is rewritten where it is simple."""
-    text = as_javascript(check_text(pattern, path, MAX_REGEX_CHARS))
+    text = check_text(pattern, path, MAX_REGEX_CHARS)
     return [checked_regex(part, path) for part in _without_look_ahead(text)]
 
 
@@ -54,124 +56,80 @@ def as_python(pattern: str) -> str:
     return re.sub(r"\\u\{(\w+)\}", lambda match: f"\\U{int(match[1], 16):08x}", pattern)
 
 
-def _split(pattern: str, at: str = "|") -> list[str]:
-    """Return a pattern's alternatives; with `at` ")", the groups it begins with, each in its parentheses, and the
-    rest."""
+def _split(pattern: str) -> list[str]:
+    """Return a pattern's alternatives."""
     parts, depth = [""], 0
     for part in _PART.findall(pattern):
-        if part == at == "|" and not depth:
+        if part == "|" and not depth:
             parts.append("")
             continue
         depth += (part[0] == "(") - (part == ")")
         parts[-1] += part
-        if part == at and not depth and parts[-1].startswith("("):
-            parts.append("")
     return parts
 
 
 def _without_look_ahead(pattern: str) -> list[str]:
-    """Return patterns that are all found where `^(?=x)(?!y)z` is, without look-ahead. What has another form is returned
-    as it is."""
+    """Return patterns that are all found where `^(?=x)(?!y)z` is, without the look-ahead that is known."""
     for known, alike in _ALIKE.items():
         pattern = pattern.replace(known, alike)
     pattern = _DIGITS.sub(lambda one: one[2] if int(one[3]) + 1 + int(one[4]) <= int(one[1]) else one[0], pattern)
-    if not pattern.startswith(("^(?=", "^(?!")) or len(_split(pattern)) > 1:
+    if not pattern.startswith("^(?") or len(_split(pattern)) > 1:
         return [pattern]
-    groups = _split(pattern[1:], ")")
-    heads = [*itertools.takewhile(lambda group: group.startswith(("(?=", "(?!")), groups)]
-    found = ["^" + "".join(groups[len(heads) :])]
-    for head in heads:
-        inner = head[3:-1]
-        wanted = f"^{inner}" if len(_split(inner)) == 1 else f"^(?:{inner})"
-        other = wanted if head.startswith("(?=") else _without(inner)
-        if other is None:
-            return [pattern]
+    rest, found = pattern[1:], list[str]()
+    while rest:
+        if ahead := _AHEAD.match(rest):
+            head, other = ahead[0], f"^(?:{ahead[1]})"
+        elif heads := [one for one in _NOT_AHEAD if rest.startswith(one)]:
+            head, other = heads[0], _NOT_AHEAD[heads[0]]
+        else:
+            break
+        rest = rest.removeprefix(head)
         found.append(other)
-    return found
-
-
-def _without(inner: str) -> str | None:
-    """Return a pattern of texts that do not begin as another says; None: it is none of those that are known."""
-    if one_class := _ONE_CLASS.fullmatch(inner):
-        inner = one_class[1][1:-1]  # some find `$` before a last end of line too
-        return f"[^{inner}\\n]" if inner.startswith("-") else f"[^\\n{inner}]"
-    literal = _LITERAL.fullmatch(inner)
-    if literal is None:
-        return None
-    codes = [f"\\u{{{ord(char):x}}}" for char in re.sub(r"\\(.)", r"\1", literal[2])]
-    if not literal[1]:
-        found = ""
-        for code in reversed(codes):
-            found = f"|[^{code}][\\s\\S]*" + (f"|{code}(?:{found})" if found else "")
-        return f"^(?:{found})$"
-    if len({*codes}) > 1:
-        return None
-    some = f"(?:{codes[0]}){{0,{len(codes) - 1}}}" if codes[1:] else ""
-    return f"^(?:{some}[^{codes[0]}])*{some}$"
+    return ["^" + rest, *found]
 
 
 def checked_regex(pattern: object, path: str) -> str:
-    """Return a regular expression that can be matched in linear time, whose `\\d` and `\\w` are ASCII's, as in JSON
-    schemas, and whose `\\D` and `\\W` are no letters or digits of any language. Raises RequestError for look-around and
-    back-references, by name, for what is too long, and for a backslash at its end."""
-    inside = ""  # what opened a class, where no group opens and \\b is a character
+    """Return a regular expression that can be matched in linear time, which llguidance reads as JavaScript and Python
+    read this one: in a class a bracket, `&&` and a hyphen beside another class are characters, and so are `\\<` and
+    escapes of control characters. `\\d` and `\\w` are ASCII's, as in JSON schemas; `\\D` and `\\W` are no letters or
+    digits of any language. Raises RequestError for look-around and back-references, by name, for what is too long, and
+    for a backslash at its end."""
+    opened = ""  # what opened the class it is in, if any
 
-    def checked(match: re.Match[str]) -> str:
-        nonlocal inside
+    def named(token: str) -> str:
+        if token in _ASCII_CLASSES and opened != "[^":  # what it excludes may be more, and is then right anywhere
+            return _ASCII_CLASSES[token] if opened else f"[{_ASCII_CLASSES[token]}]"
+        return token if opened else _OTHERS.get(token, token)
+
+    def read(match: re.Match[str]) -> str:
+        nonlocal opened
         token = match[0]
-        if token in ("[", "[^"):
-            inside = inside or token
-        elif token == "]":
-            inside = ""
-        elif not inside and token in _LOOK_AROUND:
+        if opened and token in _IN_CLASS:
+            return _IN_CLASS[token]
+        if token in ("[", "[^", "]"):
+            opened = token.removesuffix("]")
+        elif match["hyphen"] is not None:
+            return named(match["class"] or "") + "\\-"
+        elif match["control"]:
+            return f"\\x{ord(match['control']) % 32:02x}"
+        elif not opened and token in _LOOK_AROUND:
             raise _no_regex(path, "look-around", token)
-        elif token == "(?P=" or (not inside and _BACK_REFERENCE.fullmatch(token)):
+        elif token == "(?P=" or (not opened and _BACK_REFERENCE.fullmatch(token)):
             raise _no_regex(path, "back-references", token)
         elif token == "\\":
             raise RequestError(f"{path} ends in a backslash that nothing follows", path.partition(".")[0])
-        elif token in _ASCII_CLASSES and inside != "[^":  # what it excludes may be more, and is then right anywhere
-            return _ASCII_CLASSES[token] if inside else f"[{_ASCII_CLASSES[token]}]"
-        return token if inside else _OTHERS.get(token, token)
+        return _SAME_AS.get(token) or named(token)
 
-    return _REGEX_TOKEN.sub(checked, as_javascript(check_text(pattern, path, MAX_REGEX_CHARS)))
+    return _TOKEN.sub(read, check_text(pattern, path, MAX_REGEX_CHARS))
 
 
-def as_javascript(pattern: str) -> str:
-    """Return a pattern that llguidance reads as JavaScript and Python read this one: in a class a bracket, `&&` and a
-    hyphen beside another class are characters, and so are `\\<` and escapes of control characters."""
-    in_class = False
-
-    def read(match: re.Match[str]) -> str:
-        nonlocal in_class
-        token = match[0]
-        if token in ("[", "[^"):
-            if in_class:
-                return "\\" + token
-            in_class = True
-        elif token == "]":
-            in_class = False
-        elif match["hyphen"] is not None:
-            return f"{match['class'] or ''}\\-"
-        elif match["control"]:
-            return f"\\x{ord(match['control']) % 32:02x}"
-        elif token == "\\b" and in_class:
-            return "\\x08"
-        elif token in ("&&", "~~") and in_class:
-            return f"\\{token[0]}\\{token[0]}"
-        return _SAME_AS.get(token, token)
-
-    return _DIALECT_TOKEN.sub(read, pattern)
-
-
-_DIALECT_TOKEN = re.compile(
+_TOKEN = re.compile(
     r"""\[:\^?[a-z]+:\]|(?:(?P<class>\\(?:[dDwWsS]|[pP]\{\w+\}))-|-(?=\\[dDwWsSpP]))(?P<hyphen>)
-    |\\c(?P<control>[A-Za-z])|\\0(?![0-9])|\\.|\[\^?|\]|&&|~~""",
+    |\\c(?P<control>[A-Za-z])|\\0(?![0-9])|\\.|\\\Z|\[\^?|\]|&&|~~|\(\?P?[=!]|\(\?<[=!]""",
     re.DOTALL | re.VERBOSE,
 )
+_IN_CLASS = {"[": "\\[", "[^": "\\[^", "\\b": "\\x08", "&&": "\\&\\&", "~~": "\\~\\~"}
 _SAME_AS = {"\\<": "<", "\\>": ">", "\\0": "\\x00"}
-
-
-_REGEX_TOKEN = re.compile(r"\\.|\\\Z|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
 _ASCII_CLASSES = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
 _OTHERS = {"\\D": r"[^\p{Nd}]", "\\W": r"[^\p{L}\p{M}\p{N}\p{Pc}]"}

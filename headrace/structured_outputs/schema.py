@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.drafts import as_newest, draft_of
-from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
-from headrace.structured_outputs.grammar import Grammar, of_schema
-from headrace.structured_outputs.keywords import REWRITTEN, Keyword, by_names, count_of, list_of, object_of
+from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS, REFUSED_FORMATS
+from headrace.structured_outputs.grammar import Grammar, JsonOptions, Rules
+from headrace.structured_outputs.keywords import REWRITTEN, Keyword, count_of, list_of, object_of
 from headrace.structured_outputs.limits import (
     MAX_BOUND,
     MAX_CHOICES,
@@ -26,46 +25,29 @@ from headrace.structured_outputs.limits import (
     MAX_REPEAT,
     MAX_RESOLVED,
     MAX_STACK,
-    SPACE,
     check_size,
     check_text,
     decoded,
 )
-from headrace.structured_outputs.references import Placed, References, identity_of, stack_of
+from headrace.structured_outputs.references import Placed, References, stack_of
 from headrace.structured_outputs.regex import checked_pattern, checked_patterns
 
-REFUSED = frozenset(("extends", "disallow", "divisibleBy", "contains"))
-"""Keywords that are not held, of which three are of draft 3."""
-EVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
-"""Keyword -> what it means where no schemas beside it say of the same value which properties or items there are."""
-BESIDE = frozenset((
-    "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependencies", "dependentSchemas", "contains", "$dynamicRef",
+REFUSED = frozenset((
+    "extends", "disallow", "divisibleBy", "contains", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
     "$recursiveRef",
 ))  # fmt: skip
-"""Keywords with such schemas."""
+"""Keywords that are not held, of which the first three are of draft 3."""
 COPIED = frozenset((
     "type", "const", "required", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 ))  # fmt: skip
 """Keywords that llguidance holds as they are."""
-SAME_AS_REF = frozenset(("$dynamicRef", "$recursiveRef"))
-"""Keywords that mean `$ref` in a schema that is one resource."""
 COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 PATTERN_CHARS = 20
 """Characters of a pattern that count as one part of a schema: what `not` makes of a pattern may be long."""
 MAX_TRIED = 100
 """Parts of a schema that are tried one by one to find which of them llguidance refuses."""
-
-
-@dataclass(frozen=True)
-class JsonOptions:
-    """Says how JSON may be written, beside what its schema says."""
-
-    whitespace: str | None = f"({SPACE})"
-    """A regular expression of what may stand between the tokens of JSON; None: nothing."""
-    additional_properties: bool = True
-    """False: objects whose schema names properties have no others, unless it says so."""
 
 
 def grammar_of_schema(schema: object, path: str, options: JsonOptions | None = None) -> Grammar:
@@ -75,11 +57,10 @@ def grammar_of_schema(schema: object, path: str, options: JsonOptions | None = N
     return grammar_of_checked(checked_schema(schema, path, options), options)
 
 
-def grammar_of_checked(schema: Mapping[str, Any], options: JsonOptions | None = None) -> Grammar:
+def grammar_of_checked(schema: Mapping[str, Any], options: JsonOptions) -> Grammar:
     """Return the grammar of a schema that `checked_schema` made."""
-    space = (options or JsonOptions()).whitespace
-    settings: dict[str, Any] = {"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
-    return of_schema({"x-guidance": settings, **schema})
+    rules = Rules()
+    return rules.grammar(rules.json(schema, options))
 
 
 def checked_schema(
@@ -112,7 +93,7 @@ class Rewriter:
         self._references = References(self._root, path)
         self._names: dict[int | str, str] = {}
         """id of a schema that is referred to (a path, if it is true or false) -> its name in `$defs`."""
-        self._waiting: list[tuple[str, Any, str, str]] = []
+        self._waiting: list[tuple[str, Any, str]] = []
         self._current = "#"
         """The definition that is being rewritten; "#" is the whole."""
         self._uses: dict[str, set[str]] = {}
@@ -124,12 +105,11 @@ class Rewriter:
 
     def whole(self) -> dict[str, Any]:
         """Return the schema, rewritten."""
-        base = self._references.base
-        found = self._node(self._root, base, self._path)
+        found = self._node(self._root, self._path)
         definitions: dict[str, Any] = {}
         while self._waiting:
-            self._current, schema, base, path = self._waiting.pop()
-            definitions[self._current] = self._node(schema, base, path)
+            self._current, schema, path = self._waiting.pop()
+            definitions[self._current] = self._node(schema, path)
         if stack_of(self._uses, self._levels) > MAX_STACK:
             raise RequestError(f"{self._path}: its references are nested more than {MAX_STACK} deep", self.field)
         whole = found if isinstance(found, dict) else {"enum": []} if found is False else {}
@@ -138,7 +118,7 @@ class Rewriter:
     def _refuse(self, path: str, keyword: str, why: str = "is not supported") -> RequestError:
         return RequestError(f"{path}.{keyword} {why}", self.field)
 
-    def _node(self, schema: Any, base: str, path: str, depth: int = 0) -> Any:
+    def _node(self, schema: Any, path: str, depth: int = 0) -> Any:
         self._count += 1
         self._levels[self._current] = max(depth + 1, self._levels.get(self._current, 0))
         if self._count > MAX_NODES or depth > MAX_LEVELS:
@@ -149,7 +129,6 @@ class Rewriter:
             return schema
         if not isinstance(schema, Mapping):
             raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self.field)
-        base = identity_of(schema, base)
         found: dict[str, Any] = {}
         also: list[Any] = []
         """What else must hold."""
@@ -159,24 +138,20 @@ class Rewriter:
             where = f"{path}.{keyword}"
             if keyword in COPIED:
                 self._copy(schema, keyword, value, path, found)
-                if keyword in found and (ways := by_names(schema, keyword, found[keyword])) is not None:
-                    del found[keyword]
-                    also += [{"anyOf": ways}] if ways else []
             elif keyword == "enum":
                 found["enum"] = self._values(value, where)
-            elif keyword == "$ref" or (keyword in SAME_AS_REF and self._references.is_one_resource):
+            elif keyword == "$ref":
                 before = bases if _comes_first(schema, keyword) else also
-                before.append({"$ref": self._refer(value, base, where)})
+                before.append({"$ref": self._refer(value, where)})
             elif keyword in ("properties", "patternProperties"):
-                found[keyword] = self._properties(keyword, value, base, where, depth)
+                found[keyword] = self._properties(keyword, value, where, depth)
             elif keyword == "additionalProperties":
-                found[keyword] = self._node(value, base, where, depth + 1)
+                found[keyword] = self._node(value, where, depth + 1)
             elif keyword in ("items", "prefixItems", "additionalItems"):
-                self._items(schema, keyword, value, base, where, depth, found)
+                self._items(schema, keyword, value, where, depth, found)
             elif keyword in ("allOf", "anyOf"):
                 parts = [
-                    self._node(one, base, f"{where}[{index}]", depth + 1)
-                    for index, one in enumerate(list_of(value, where))
+                    self._node(one, f"{where}[{index}]", depth + 1) for index, one in enumerate(list_of(value, where))
                 ]
                 if keyword == "anyOf":
                     also.append({"anyOf": parts})
@@ -192,13 +167,8 @@ class Rewriter:
             elif keyword == "format":
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
-                also += self._rewritten(schema, keyword, value, base, where, depth)
-            elif keyword in EVALUATED:
-                if beside := BESIDE & schema.keys():
-                    raise self._refuse(path, keyword, f"is not supported beside {', '.join(sorted(beside))}")
-                if not _describes_others(schema, EVALUATED[keyword]):
-                    found[EVALUATED[keyword]] = self._node(value, base, where, depth + 1)
-            elif keyword in REFUSED or keyword in SAME_AS_REF:
+                also += self._rewritten(schema, keyword, value, where, depth)
+            elif keyword in REFUSED:
                 raise self._refuse(path, keyword)
         if not self._options.additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
@@ -209,15 +179,13 @@ class Rewriter:
             self._made[id(found)] = (path, found)
         return found
 
-    def _rewritten(
-        self, schema: Mapping[str, Any], keyword: str, value: Any, base: str, where: str, depth: int
-    ) -> list[Any]:
+    def _rewritten(self, schema: Mapping[str, Any], keyword: str, value: Any, where: str, depth: int) -> list[Any]:
         """Return what else must hold for a keyword in REWRITTEN."""
         try:
-            made = REWRITTEN[keyword](Keyword(schema, value, where, lambda one: self._resolve(base, where, one)))
+            made = REWRITTEN[keyword](Keyword(schema, value, where, lambda one: self._resolve(where, one)))
         except (AttributeError, TypeError):  # what is within has not been looked at yet
             raise RequestError(f"{where} has a keyword with a value that it cannot have", self.field) from None
-        return [self._node(one, base, where, depth + 1) for one in made]
+        return [self._node(one, where, depth + 1) for one in made]
 
     def _copy(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str, found: dict[str, Any]) -> None:
         where = f"{path}.{keyword}"
@@ -238,6 +206,12 @@ class Rewriter:
                     return  # no answer is that long
             elif value > MAX_REPEAT:
                 raise self._refuse(path, keyword, f"must be at most {MAX_REPEAT}, got {quoted(value)}")
+            if keyword.endswith("Properties"):
+                needed = {*map(str, list_of(schema.get("required", []), where))}
+                if keyword == "minProperties" and value <= len(needed):
+                    return
+                if object_of(schema.get("properties", {}), where).keys() - needed:
+                    raise self._refuse(path, keyword, "is not supported beside properties that may be left out")
         elif keyword in NUMBERS:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise self._refuse(path, keyword, f"must be a number, got {quoted(value)}")
@@ -280,47 +254,43 @@ class Rewriter:
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             self._check_integers(item, where)
 
-    def _refer(self, reference: Any, base: str, where: str) -> str:
-        target = self._references.resolve(reference, base, where)
+    def _refer(self, reference: Any, where: str) -> str:
+        target = self._references.resolve(reference, where)
         uses = self._uses.setdefault(self._current, set())
-        if target.schema is self._root:
-            uses.add("#")
-            return "#"
         key = target.path if isinstance(target.schema, bool) else id(target.schema)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
-            self._waiting.append((name, target.schema, target.base, target.path))
+            self._waiting.append((name, target.schema, target.path))
         uses.add(name)
         return f"#/$defs/{name}"
 
-    def _properties(self, keyword: str, value: Any, base: str, where: str, depth: int) -> dict[str, Any]:
+    def _properties(self, keyword: str, value: Any, where: str, depth: int) -> dict[str, Any]:
         properties = object_of(value, where)
         if len(properties) > MAX_PROPERTIES:
             raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self.field)
         if keyword == "patternProperties":
             patterned: dict[str, list[Any]] = {}
             for name, one in properties.items():
-                node = self._node(one, base, f"{where}.{name}", depth + 1)
+                node = self._node(one, f"{where}.{name}", depth + 1)
                 patterned.setdefault(checked_pattern(name, where), []).append(node)
             return {name: nodes[0] if len(nodes) == 1 else {"allOf": nodes} for name, nodes in patterned.items()}
-        return {name: self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()}
+        return {name: self._node(one, f"{where}.{name}", depth + 1) for name, one in properties.items()}
 
     def _items(
         self,
         schema: Mapping[str, Any],
         keyword: str,
         value: Any,
-        base: str,
         where: str,
         depth: int,
         found: dict[str, Any],
     ) -> None:
         if isinstance(value, list):  # a list in `items`, as before 2020-12, is what `prefixItems` is now
-            parts = [self._node(one, base, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
+            parts = [self._node(one, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
             found["prefixItems"] = parts
         elif keyword == "items" or isinstance(schema.get("items"), list):
-            found["items"] = self._node(value, base, where, depth + 1)
+            found["items"] = self._node(value, where, depth + 1)
         elif keyword == "prefixItems":
             raise RequestError(f"{where} must be a list, got {quoted(value)}", self.field)
 
@@ -329,6 +299,8 @@ class Rewriter:
     ) -> None:
         """Hold the formats that JSON Schema defines. Others are notes to a reader, by its specification."""
         check_text(value, where)
+        if value in REFUSED_FORMATS:
+            raise RequestError(f"{where} {value!r} is not supported", self.field)
         if value in NATIVE_FORMATS:
             found["format"] = value
         elif value in FORMATS and "pattern" in schema:
@@ -336,7 +308,7 @@ class Rewriter:
         elif value in FORMATS:
             found["pattern"] = FORMATS[value]
 
-    def _resolve(self, base: str, where: str, schema: Any) -> Any:
+    def _resolve(self, where: str, schema: Any) -> Any:
         """Return a schema without a `$ref` at its top, for those who look into it."""
         self._num_resolved += 1
         if self._num_resolved > MAX_RESOLVED:
@@ -344,8 +316,7 @@ class Rewriter:
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
-            target = self._references.resolve(schema["$ref"], base, where)
-            schema, base = target.schema, target.base
+            schema = self._references.resolve(schema["$ref"], where).schema
         raise RequestError(f"{where}: its references lead in a circle", self.field)
 
 
@@ -353,12 +324,6 @@ def _comes_first(schema: Mapping[str, Any], keyword: str) -> bool:
     """Return whether a keyword stands before `properties`, whose names follow those that it brings."""
     keywords = [*schema]
     return "properties" in schema and keywords.index(keyword) < keywords.index("properties")
-
-
-def _describes_others(schema: Mapping[str, Any], keyword: str) -> bool:
-    """Return whether `additionalProperties` or `items` describes all that is not named; a list in `items` does not."""
-    keyword = "additionalItems" if isinstance(schema.get(keyword), list) else keyword
-    return keyword in schema
 
 
 def _refers(schema: Any) -> bool:

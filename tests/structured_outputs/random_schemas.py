@@ -11,7 +11,7 @@ TYPES: tuple[Any, ...] = (
 )  # fmt: skip
 PATTERNS = (
     "^a", "b$", "^[a-c]{1,3}$", "x", "^\\d+$", "a|^b", "[^a]", "^$", "\\w", "(^a$|^b$)", "a($|b)", "(^|x)(a|b$)*",
-    "^(?!a)", "^(?!b$)[ab]", "^(?=.*b)[ab]", "\\s", "\\W",
+    "^(?!\\.)", "^(?!\\.)(?!.*\\.\\.)[ab.]", "^(?=.*b)[ab]", "\\s", "\\W",
 )  # fmt: skip
 FORMATS = ("date", "email", "ipv4", "uuid", "uri-reference", "json-pointer", "time", "nonsense")
 

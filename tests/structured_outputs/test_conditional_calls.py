@@ -34,7 +34,6 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "one of two": {**PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "not both": {**PAIR, "not": {"required": ["a", "b"]}},
     "one brings the other": {**PAIR, "dependentRequired": {"a": ["b"]}},
-    "at most one": {**PAIR, "maxProperties": 1},
     "if and else": {
         "type": "object",
         "properties": {"kind": {"enum": ["x", "y"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},

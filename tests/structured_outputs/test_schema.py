@@ -10,6 +10,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.structured_outputs.conversion import of_params, of_response_format
+from headrace.structured_outputs.formats import REFUSED_FORMATS
 from headrace.structured_outputs.regex import checked_regex
 from headrace.structured_params import StructuredOutputsParams
 from tests.structured_outputs.support import accepts, matcher_of
@@ -20,10 +21,10 @@ ONE_FORMAT = {
     "date-time": ("2024-02-29T10:11:12.5+01:00", "2024-02-29"), "duration": ("P1DT2H", "1 day"),
     "email": ("a.b@example.org", "a b"), "hostname": ("a-1.example", "-a.example"), "ipv4": ("127.0.0.1", "1.2.3"),
     "ipv6": ("::1", ":::1"), "uuid": ("123e4567-e89b-12d3-a456-426614174000", "123e4567"),
-    "uri": ("https://a.example/b?c#d", "a b"), "uri-reference": ("../a?b#c", "a b"), "iri": ("http://a/b", "a b"),
-    "iri-reference": ("/a", "a b"), "idn-email": ("a@b.example", "a"), "idn-hostname": ("a.example", "a..b"),
-    "uri-template": ("/a/{b,c*}{?d:3}", "/a/{b"), "json-pointer": ("/a/~0b", "a"),
-    "relative-json-pointer": ("1/a", "/a"), "regex": ("^(a|\\d{2})+[^a-z]*$", "(a"),
+    "uri": ("https://a.example/b?c#d", "a b"), "uri-reference": ("../a?b#c", "a b"),
+
+    "uri-template": ("/a/{b,c*}{?d:3}", "/a/{b"),
+
 }  # fmt: skip
 CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({}, [None, 1, "x", [1], {"a": []}], []),
@@ -61,7 +62,6 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [["a", "a"], ["k"]]),
     ({"anyOf": [{"type": "string", "uniqueItems": True}, {"type": "array"}]}, [[1, 1], "a"], []),
     ({"type": "array", "uniqueItems": False}, [[1, 1]], [{}]),
-    ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, [[], [None]], [[None, 1]]),
     ({"type": "object", **OPTIONAL}, [{}, {"a": 1}, {"b": "x"}, {"a": 1, "b": "x"}], [{"a": "x"}, {"c": 1}]),
     ({"type": "object", **OPTIONAL, "required": ["b"]}, [{"b": "x"}], [{"a": 1}]),
     ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "y": 2}], [{"x": "y"}]),
@@ -69,23 +69,14 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [{}, {"xa": None}], [{"xa": 1}, {"a": None}]),
     ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
     ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
-    ({"type": "object", **OPTIONAL, "minProperties": 1}, [{"a": 1}, {"b": "x"}], [{}]),
-    *(({"type": "object", **OPTIONAL, "minProperties": 2, "additionalProperties": other},
-       [{"a": 1, "b": "x"}], [{}, {"a": 1}, {"c": 1}]) for other in (False, {"type": "null"}, True)),
-    ({"type": "object", **OPTIONAL, "maxProperties": 1}, [{}, {"a": 1}, {"b": "x"}], [{"a": 1, "b": "x"}]),
-    ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2, "maxProperties": 2},
-     [{"a": 1, "b": 2}, {"a": 1, "c": 2}], [{"a": 1}, {"a": 1, "b": 2, "c": 3}]),
+    ({"type": "object", **OPTIONAL, "minProperties": 1, "required": ["b"]}, [{"b": "x"}], [{}]),
+    ({"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 2, "maxProperties": 2},
+     [{"a": 1, "c": 2}], [{"a": 1}, {"a": 1, "b": 2, "c": 3}]),
     ({"type": "object", "propertyNames": {"pattern": "^[ab]+$"}}, [{"ab": 1}], [{"c": 1}]),
-    ({"type": "object", "properties": {"a": {"type": "null"}, "c": {}}, "propertyNames": {"pattern": "^[ab]+$"},
-      "additionalProperties": {"type": "integer"}}, [{"a": None}, {"a": None, "b": 1}],
-     [{"b": "x"}, {"c": 1}, {"a": 1}]),
     ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}], [{"c": 1}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
     ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
-    ({"$id": "urn:x:1", "$ref": "#/$defs/a", "$defs": {"a": {
-        "$id": "urn:x:2", "properties": {"b": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"type": "integer"}}}}},
-     [{"b": 1}], [{"b": "x"}]),
-    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{}, {"a": 1}], [{"b": 1}]),
+    ({"$id": "urn:x:1", "$ref": "urn:x:1#/$defs/a", "$defs": {"a": {"$id": "urn:x:2", "type": "integer"}}}, [1], ["x"]),
     ({"type": "object", **OPTIONAL, "dependentRequired": {"a": ["b"]}}, [{}, {"b": "x"}, {"a": 1, "b": "x"}],
      [{"a": 1}]),
     ({"type": "object", **OPTIONAL, "dependentSchemas": {"a": {"properties": {"a": {"minimum": 5}}}}},
@@ -93,13 +84,9 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, [1, "x"], ["xy", None]),
     ({"allOf": [{"type": "integer"}, {"minimum": 3}, {"maximum": 4}]}, [3, 4], [2, "x"]),
     ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "x"], [None]),
-    ({"type": "string", "pattern": "^(?!@@)[\\w@]+$"}, ["a@", "@", "@a"], ["@@a", "-"]),
     ({"type": "string", "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z.]+$"}, ["a.b", "a."], [".a", "a..b", ""]),
     ({"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?\\d*\\.?\\d*$"}, ["1.5", "-.5"], ["", "-.", "."]),
     ({"type": "string", "pattern": "^(?=.{1,4}\\.?$)[a-z.]+$"}, ["ab.c", "abcd."], ["abcdef", ""]),
-    ({"unevaluatedItems": False, "prefixItems": [{}]}, [[], [1]], [[1, 2]]),
-    ({"unevaluatedItems": False, "items": {"type": "null"}}, [[None]], [[1]]),
-    ({"unevaluatedProperties": False, "additionalProperties": {"type": "null"}}, [{"a": None}], [{"a": 1}]),
     ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]}, [2], [4, "x"]),
     ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
       "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
@@ -111,8 +98,7 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     ({"not": {"oneOf": [{"type": "string"}, {"type": "null"}]}}, [1, []], ["x", None]),
     ({"not": {"type": "string"}}, [1, None, []], ["x"]),
-    ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*\\d)(?!.*x)\\w{4,6}$"}, ["Abc1", "a2Bcd_"],
-     ["abc1", "Ab1", "Abx1"]),
+    ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*\\d)\\w{4,6}$"}, ["Abc1", "a2Bcd_"], ["abc1", "Ab1"]),
     ({"type": "string", "not": {"enum": ["ab", "ac", ""]}}, ["a", "b", "abc", "ad"], ["ab", "ac", ""]),
     ({"type": "integer", "not": {"enum": [3, 5]}}, [2, 4, 6], [3, 5]),
     ({"type": "object", **OPTIONAL, "not": {"required": ["a", "b"]}}, [{}, {"a": 1}], [{"a": 1, "b": "x"}]),
@@ -124,11 +110,7 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
      [{}, {"next": {"next": {}}}], [{"next": 1}]),
     ({"$ref": "#/$defs/a~1b%25", "minimum": 3, "$defs": {"a/b%": {"type": "integer"}}}, [3], [2, "x"]),
-    ({"$ref": "#named", "$defs": {"x": {"$anchor": "named", "type": "null"}}}, [None], [1]),
-    ({"$id": "http://a.example/s", "$ref": "t#/$defs/y",
-      "$defs": {"t": {"$id": "t", "$defs": {"y": {"$ref": "#/$defs/z"}, "z": {"const": 1}}}}}, [1], [2]),
-    *(({"type": "object", "properties": {"a": {kind: target}}, **also}, [{"a": {}}], [{"a": 1}])
-      for kind, target, also in (("$dynamicRef", "#n", {"$dynamicAnchor": "n"}), ("$ref", "#", {}))),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}}, [{"a": {}}], [{"a": 1}]),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**64}, [5, -5], [1.5]),
     ({"type": "number", "minimum": 0, "maximum": 1e300}, [1.5], [-1]),
     ({"items": {"$ref": "#"}, "type": "array"}, [[], [[], [[]]]], [[1]]),
@@ -197,22 +179,14 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"oneOf": [{"items": {"type": "null"}}, {"items": {"type": "string"}}]}, "oneOf.0. is .* what items does not"),
     ({"if": {"pattern": "^x"}, "then": {"minLength": 3}}, "schema.if is not supported here: what pattern does not"),
-    *(
-        (
-            {"properties": {"a": {}}, "unevaluatedProperties": False, name: value},
-            "schema.unevaluatedProperties is not supported beside " + name.replace("$", "."),
-        )
-        for name, value in (
-            ("$ref", "#"),
-            ("allOf", [{}]),
-            ("anyOf", [{}]),
-            ("oneOf", [{}]),
-            ("not", False),
-            ("if", {}),
-            ("dependentSchemas", {}),
-        )
-    ),
-    ({"unevaluatedItems": False, "allOf": [{}]}, "schema.unevaluatedItems is not supported beside allOf"),
+    ({"properties": {"a": {}}, "unevaluatedProperties": False}, "schema.unevaluatedProperties is not supported"),
+    ({"items": {"unevaluatedItems": False}}, "schema.items.unevaluatedItems is not supported"),
+    ({"items": {**OPTIONAL, "minProperties": 1}}, "schema.items.minProperties is not supported beside"),
+    ({"items": {**OPTIONAL, "maxProperties": 1}}, "schema.items.maxProperties is not supported beside"),
+    *(({"items": {"format": name}}, f"schema.items.format '{name}' is not supported") for name in REFUSED_FORMATS),
+    ({"properties": {"a": {}}, "propertyNames": {"pattern": "^a"}}, "schema.propertyNames is not supported beside"),
+    ({"properties": {"a": {"$id": "http://b/", "items": {"$ref": "#"}}}}, r"properties.a.items.\$ref is not supported"),
+    ({"$ref": "#named", "$defs": {"x": {"$anchor": "named"}}}, r"\$ref: '#named' is an anchor"),
     ({"patternProperties": {"^a": {}, "b$": {}}}, "patternProperty regexes /\\^a/ and /b\\$/ are not disjoint"),
     ({"propertyNames": {"pattern": "^a", "maxLength": 2}}, "schema.propertyNames is supported with one of pattern"),
     ({"propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}, "propertyNames is not supported beside"),
@@ -228,13 +202,14 @@ REFUSED: list[tuple[Any, str]] = [
             "^(?!a)(?!.*b$)",
             "^(?!x)y|z",
             "^(?!.*ab)",
+            "^(?!@@)[\\w@]+$",
         )
     ),
     *(
         ({"patternProperties": {pattern: {}}}, "schema.patternProperties has .*: look-around cannot be matched")
         for pattern in ("^(?=.*b)[ab]+$", "^(?!@@)[\\w@]+$", "(?<=a)b")
     ),
-    ({"$dynamicRef": "#x", "$defs": {"y": {"$id": "http://a.example/"}}}, r"\$dynamicRef is not supported"),
+    ({"$dynamicRef": "#x"}, r"\$dynamicRef is not supported"),
     ({"not": {"allOf": 5}}, "not has a keyword with a value that it cannot have"),
     ({"format": ["date"]}, "format must be a text"),
     ({"minProperties": 1, "properties": {"a": {}}, "required": [{}]}, "required must be a text"),
@@ -266,10 +241,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"required": True}, "required must be a list"),
     ({"enum": []}, "nothing|empty"),
     ({"type": "object", "properties": {"x": {"minimum": 5, "maximum": 3, "type": "integer"}}, "required": ["x"]}, "x"),
-    (
-        {"properties": {"x": {"properties": {name: {} for name in "abcdefghijklmnopqrst"}, "maxProperties": 9}}},
-        "properties.x: min",
-    ),
     ({"$ref": "#"}, "nothing fits it"),
     (5, "must be a JSON schema"),
     ("{", "is not JSON"),
@@ -301,8 +272,6 @@ def test_only_what_is_referred_to_has_to_be_supported() -> None:
         {"type": "object", **OPTIONAL},
         {"allOf": [{"$ref": "#/$defs/base"}], "properties": {"b": {}}, "$defs": {"base": {"properties": {"a": {}}}}},
         {"$ref": "#/$defs/base", "properties": {"b": {}}, "$defs": {"base": {"properties": {"a": {}}}}},
-        {"if": {"properties": {"b": {}}}, "then": {"minProperties": 1}, **OPTIONAL},
-        {"maxProperties": 2, **OPTIONAL, "minProperties": 2},
     ],
 )
 def test_properties_come_in_the_schemas_order(schema: dict[str, Any]) -> None:

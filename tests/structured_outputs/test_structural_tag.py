@@ -92,7 +92,7 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         formatted(type="tag", begin="<c>", content=XML, end="</c>"),
         [
             "<c><parameter=s>\nfree < text\n</parameter>\n<parameter=n>\n5\n</parameter>\n</c>",
-            "<c><parameter=s></parameter><parameter=n>5</parameter><parameter=e>q</parameter></c>",
+            "<c><parameter=s></parameter><parameter=n>5</parameter><parameter=e>\nq\n</parameter></c>",
         ],
         ["<c><parameter=s>x</parameter></c>", "<c><parameter=s></parameter><parameter=n>five</parameter></c>"],
     ),

@@ -221,16 +221,6 @@ USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         },
         [{"country": "US", "zip": "12345"}, {"country": "CA", "zip": "A1B 2C3"}, {"country": "NL", "zip": "1"}],
     ),
-    "one of several": (
-        {
-            "type": "object",
-            "properties": {"mail": {"type": "string"}, "phone": {"type": "string"}},
-            "additionalProperties": False,
-            "minProperties": 1,
-            "maxProperties": 1,
-        },
-        [{"mail": "x"}, {"phone": "y"}],
-    ),
     "password": (
         {"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[a-z])(?=.*\\d)[A-Za-z\\d]{8,32}$"},
         ["Abcdefg1", "1aB45678"],
