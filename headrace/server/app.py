@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,14 +16,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError
-from headrace.server import answers, info, protocol
+from headrace.server import answers, info, messages, protocol
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
+from headrace.server.messages import answer_message, count_tokens
 from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.output_formats import choose_formats
 from headrace.server.parse_text import parse_function_call, separate_reasoning
-from headrace.server.replies import error_response, json_response
+from headrace.server.replies import AnthropicError, error_response, json_response, wire_of
 from headrace.server.serving import Serving
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ GENERATION_ERRORS = (400, 401, 404, 413, 415, 429, 503)
 BODY_ERRORS = (400, 401, 404, 413, 415, 429)
 OPERATIONS = (
     Operation("/v1/completions", answer_completion, "Complete prompts", answers.Completion, GENERATION_ERRORS,
-              protocol.CompletionRequest, event=answers.Completion),
+              protocol.CompletionRequest, events=(answers.Completion,)),
     Operation("/v1/chat/completions", answer_chat, "Answer a conversation", answers.ChatCompletion, GENERATION_ERRORS,
-              protocol.ChatCompletionRequest, event=answers.ChatChunk),
+              protocol.ChatCompletionRequest, events=(answers.ChatChunk,)),
+    Operation("/v1/messages", answer_message, "Answer a conversation, as Anthropic's API does", messages.Message,
+              GENERATION_ERRORS, messages.MessagesRequest, events=get_args(messages.StreamEvent), error=AnthropicError),
+    Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", messages.TokenCount,
+              BODY_ERRORS, messages.CountTokensRequest, error=AnthropicError),
     Operation("/v1/models", info.list_models, "List the served models", answers.ModelList, (401,)),
     Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", answers.ModelCard, (401, 404)),
     Operation("/v1/plan", info.show_plan, "How this server runs, and why", answers.PlanAnswer, (401,)),
@@ -124,7 +129,7 @@ def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
 
 def _exception_handlers() -> dict[Any, Any]:
     async def ours(request: Request, error: HeadraceError) -> Response:
-        return error_response(error)
+        return error_response(error, wire=wire_of(request.scope["path"]))
 
     async def routing(request: Request, error: HTTPException) -> Response:
         place = f"{request.method[:20]} {request.scope['path'][:200]}"  # request.url is made of the Host header
@@ -132,13 +137,14 @@ def _exception_handlers() -> dict[Any, Any]:
             return error_response(NotFoundError(f"no such route: {place}"))
         if error.status_code == 405:
             allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
-            return error_response(MethodNotAllowedError(f"method not allowed: {place}"), {"allow": ", ".join(allowed)})
+            refused = MethodNotAllowedError(f"method not allowed: {place}")
+            return error_response(refused, {"allow": ", ".join(allowed)}, wire=wire_of(request.scope["path"]))
         return error_response(RequestError(str(error.detail)))
 
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(error, wire=wire_of(request.scope["path"]))
 
     return {HeadraceError: ours, HTTPException: routing, ClientDisconnect: gone, Exception: unexpected}

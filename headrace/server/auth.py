@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import AuthenticationError
-from headrace.server.replies import error_response
+from headrace.server.replies import error_response, wire_of
 
 FREE_PATH = "/health"
 CLIENT = "headrace.client"
@@ -32,17 +32,22 @@ class RequireApiKey:
         if kind == "lifespan" or (kind == "http" and (scope["path"] in self.free_paths or client)):
             await self.app({**scope, CLIENT: client}, receive, send)
         elif kind == "http":
-            error = AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
-            await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+            error = AuthenticationError("a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+            refusal = error_response(error, {"www-authenticate": "Bearer"}, wire=wire_of(scope["path"]))
+            await refusal(scope, receive, send)
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
 
     def _client(self, scope: Scope) -> str:
         """Return the client that a request's key belongs to; empty if it has no valid key."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:  # of two headers a proxy in front might read the other one
-            return ""
-        scheme, _, token = given[0].partition(b" ")
+        sent = [(name, text) for name, text in scope["headers"] if name in (b"authorization", b"x-api-key")]
+        clients = [self._client_of(name, text) for name, text in sent]
+        # Of two headers of one name a proxy in front might read the other one; two names must mean the same client.
+        alone = len({name for name, _ in sent}) == len(sent)
+        return clients[0] if clients and alone and len({*clients}) == 1 else ""
+
+    def _client_of(self, name: bytes, text: bytes) -> str:
+        scheme, _, token = (b"bearer", b"", text) if name == b"x-api-key" else text.partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return digest.hex()[:16] if scheme.lower() == b"bearer" and any(matches) else ""

@@ -36,6 +36,7 @@ from headrace.server.generation import Generation, GenerationResponse, Reasoning
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.output_formats import WITHOUT_FORMAT
 from headrace.server.protocol import ChatCompletionRequest
+from headrace.server.replies import OPENAI
 from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
 from headrace.server.serving import Serving, new_id
 from headrace.server.tool_use import ToolUse, may_hold_calls, read_tool_use
@@ -55,15 +56,23 @@ async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
     """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, ChatCompletionRequest)
     request = received.fields
-    most = 0 if is_slow_to_render(request) else RENDERED_INLINE_BYTES
-    makes_grammar = is_constrained(request) or may_hold_calls(request)
-    plan = await serving.work(http, received.size, lambda: _plan(serving, request), most, makes_grammar)
+    plan = await plan_chat(serving, http, request, received.size, "chatcmpl")
     headers = answer_headers(serving, http, request.request_id, plan.generation, [*received.ignored, *plan.ignored])
     answer = ChatAnswer(serving, request, plan)
     return GenerationResponse(serving, plan.generation, answer, bool(request.stream), headers)
 
 
-def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
+async def plan_chat(
+    serving: Serving, http: Request, request: ChatCompletionRequest, size: int, id_prefix: str
+) -> ChatPlan:
+    """Return what a request asks of the engine; answers' ids begin with `id_prefix`. `size`: bytes of its body. Raises
+    RequestError for an invalid one."""
+    most = 0 if is_slow_to_render(request) else RENDERED_INLINE_BYTES
+    makes_grammar = is_constrained(request) or may_hold_calls(request)
+    return await serving.work(http, size, lambda: _plan(serving, request, id_prefix), most, makes_grammar)
+
+
+def _plan(serving: Serving, request: ChatCompletionRequest, id_prefix: str) -> ChatPlan:
     model = serving.resolve_model(request.model)
     check_common(request)
     params = _params(serving, request)
@@ -73,7 +82,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
     opened = form is not None and reasoning_open(rendered, form, request)
     parsing = _parsing(serving, request, use, opened)
     generation = Generation(
-        response_id=new_id("chatcmpl"),
+        response_id=new_id(id_prefix),
         model=model,
         prompts=[rendered.text],
         params=params,
@@ -141,6 +150,8 @@ class _OpenChoice:
 class ChatAnswer:
     """Implements generation.Answer for chat completions."""
 
+    wire = OPENAI
+
     def __init__(self, serving: Serving, request: ChatCompletionRequest, plan: ChatPlan) -> None:
         tokenizer = serving.engine.tokenizer
         self.request = request
@@ -202,8 +213,8 @@ class ChatAnswer:
             events += map(self._event, parts)
         return events
 
-    def usage_event(self) -> ChatChunk:
-        return self._chunk([], self.count.total())
+    def last_events(self) -> list[ChatChunk]:
+        return [self._chunk([], self.count.total())] if self.count.wanted else []
 
     def _message(self, new: CompletionOutput) -> tuple[AssistantMessage, str | None]:
         """Return the message of a whole choice, and how it ended."""

@@ -113,7 +113,7 @@ def message_of(events: Sequence[Event], with_reasoning: bool) -> AssistantMessag
 def deltas_of(events: Iterable[Event]) -> list[Delta]:
     """Return the deltas of a stream; neighbouring pieces of one kind are one delta."""
     deltas: list[Delta] = []
-    for event in _merged(events):
+    for event in merged(events):
         match event:
             case Content(text):
                 deltas.append(Delta(content=text))
@@ -127,17 +127,17 @@ def deltas_of(events: Iterable[Event]) -> list[Delta]:
     return deltas
 
 
-def _merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: Iterable[Event]) -> list[Event]:
     """Join neighbouring pieces of one kind, and leave out empty ones."""
-    merged: list[Event] = []
+    found: list[Event] = []
     for event in events:
-        last = merged[-1] if merged else None
+        last = found[-1] if found else None
         if isinstance(event, Content) and isinstance(last, Content):
-            merged[-1] = Content(last.text + event.text)
+            found[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            merged[-1] = Reasoning(last.text + event.text)
+            found[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, Arguments) and isinstance(last, Arguments) and event.index == last.index:
-            merged[-1] = Arguments(last.index, last.text + event.text)
+            found[-1] = Arguments(last.index, last.text + event.text)
         elif isinstance(event, CallStart) or event.text:
-            merged.append(event)
-    return merged
+            found.append(event)
+    return found

@@ -15,6 +15,7 @@ from headrace.server.constraints import constraint_of, is_constrained
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
 from headrace.server.protocol import CompletionRequest
+from headrace.server.replies import OPENAI
 from headrace.server.requests import (
     answer_headers,
     check_choices,
@@ -83,6 +84,7 @@ class Echo:
 class CompletionAnswer:
     """Implements generation.Answer for completions."""
 
+    wire = OPENAI
     parses = False
 
     def __init__(self, serving: Serving, request: CompletionRequest, generation: Generation) -> None:
@@ -141,8 +143,8 @@ class CompletionAnswer:
             choice.prompt_token_ids = output.prompt_token_ids
         return self._completion([choice], self.count.in_event(prompt_index, index))
 
-    def usage_event(self) -> Completion:
-        return self._completion([], self.count.total())
+    def last_events(self) -> list[Completion]:
+        return [self._completion([], self.count.total())] if self.count.wanted else []
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)

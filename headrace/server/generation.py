@@ -2,7 +2,7 @@
 
 An `Answer` converts the engine's outputs to the shapes of an API; none is known here. If the client disconnects, its
 requests are aborted at once. An error before the first byte has its own HTTP status; a later one becomes one event,
-after which there is no [DONE].
+after which nothing follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.request import RequestOutput
 from headrace.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from headrace.server.auth import CLIENT
 from headrace.server.protocol import StreamOptions
-from headrace.server.replies import encoder, error_body, error_headers
+from headrace.server.replies import Wire, encoder, error_headers, error_of
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving
 
@@ -33,7 +33,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # else nginx would hold events back
 ]
-DONE = b"data: [DONE]\n\n"
 PARSED_INLINE_CHARS = 2**14
 """Longer texts are parsed in a thread, so that other streams go on."""
 
@@ -41,7 +40,7 @@ PARSED_INLINE_CHARS = 2**14
 class Answer(Protocol):
     """Converts the engine's outputs to the shapes of one API."""
 
-    count: UsageCount
+    wire: Wire
 
     @property
     def parses(self) -> bool:
@@ -53,8 +52,8 @@ class Answer(Protocol):
     def events(self, prompt_index: int, output: RequestOutput) -> Sequence[Struct]:
         """Return the events for one increment; none if they have to wait for a later one."""
 
-    def usage_event(self) -> Struct:
-        """Return the event with the usage of the whole answer."""
+    def last_events(self) -> Sequence[Struct]:
+        """Return the events that follow those of the last increment."""
 
 
 class ReasoningCount:
@@ -150,7 +149,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.serving.stopping:
-            await self._send_json(send, *error_body(ServerStoppingError()))
+            await self._send_error(send, ServerStoppingError())
             return
         self.client = scope.get(CLIENT, "")
         await self.serving.until_disconnect(receive, self._stream(send) if self.stream else self._whole(send))
@@ -159,12 +158,13 @@ class GenerationResponse(Response):
         try:
             outputs = await self._collect()
             slow = self._is_slow(outputs)
-            status, body = 200, await asyncio.to_thread(self._body, outputs) if slow else self._body(outputs)
+            body = await asyncio.to_thread(self._body, outputs) if slow else self._body(outputs)
         except (asyncio.CancelledError, Exception) as error:
             if self._is_disconnect(error):
                 raise
-            status, body = self._failure(error)
-        await self._send_json(send, status, body)
+            await self._send_error(send, error)
+            return
+        await self._send_json(send, 200, body)
 
     async def _stream(self, send: Send) -> None:
         started, scores = False, self.generation.params.prompt_logprobs is not None
@@ -183,16 +183,15 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             if not started:
                 raise HeadraceError("the engine answered nothing")
-            last = _event(self.answer.usage_event()) + DONE if self.answer.count.wanted else DONE
+            last = b"".join(map(self.answer.wire.event, self.answer.last_events())) + self.answer.wire.done
         except (asyncio.CancelledError, Exception) as error:
             if self._is_disconnect(error):
                 raise
-            status, last = self._failure(error)
-            last = b"data: " + last + b"\n\n" if started else last
-        if started:
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-        else:
-            await self._send_json(send, status, last)
+            if not started:
+                await self._send_error(send, error)
+                return
+            last = self.answer.wire.event(self._failure(error)[1])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _is_disconnect(self, error: BaseException) -> bool:
         """Return whether nobody waits for an answer. Such an error is raised again where it was caught: a function that
@@ -200,12 +199,14 @@ class GenerationResponse(Response):
         until the garbage collector finds the two, which stalls every stream."""
         return isinstance(error, asyncio.CancelledError) and not self.serving.stopping
 
-    def _failure(self, error: BaseException) -> tuple[int, bytes]:
+    def _failure(self, error: BaseException) -> tuple[int, Struct]:
         """Return status and body for an error."""
-        if isinstance(error, asyncio.CancelledError):
-            error = ServerStoppingError()
+        return error_of(ServerStoppingError() if isinstance(error, asyncio.CancelledError) else error, self.answer.wire)
+
+    async def _send_error(self, send: Send, error: BaseException) -> None:
         self.extra_headers += _encoded(error_headers(error))
-        return error_body(error)
+        status, body = self._failure(error)
+        await self._send_json(send, status, encoder.encode(body))
 
     def _is_slow(self, outputs: list[RequestOutput]) -> bool:
         """Return whether there are logprobs, maybe a million, or a long text to parse: a thread writes such an answer,
@@ -217,7 +218,8 @@ class GenerationResponse(Response):
         return self.answer.parses and chars > PARSED_INLINE_CHARS
 
     def _events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
-        return b"".join([_event(event) for index, output in batch for event in self.answer.events(index, output)])
+        write = self.answer.wire.event
+        return b"".join([write(event) for index, output in batch for event in self.answer.events(index, output)])
 
     def _body(self, outputs: list[RequestOutput]) -> bytes:
         return encoder.encode(self.answer.whole(outputs))
@@ -256,10 +258,6 @@ class GenerationResponse(Response):
             async with aclosing(outputs) as batches:
                 async for batch in batches:
                     yield batch
-
-
-def _event(data: Struct) -> bytes:
-    return b"data: %b\n\n" % encoder.encode(data)
 
 
 def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

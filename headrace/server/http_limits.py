@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.errors import HeadraceError, RequestError, RequestTimeoutError
-from headrace.server.replies import error_body
+from headrace.server.replies import encoder, error_of
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of request line and headers, and of anything else that the parser takes without a callback."""
@@ -110,7 +110,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: HeadraceError) -> None:
         """Answer with an error object, as everywhere else, and close the connection."""
-        status, body = error_body(error)
+        status, found = error_of(error)
+        body = encoder.encode(found)
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)

@@ -43,9 +43,11 @@ class Operation:
     errors: tuple[int, ...]
     body: type | None = None
     """The shape of the request's body. A route with a body is a POST, every other one a GET."""
-    event: type | None = None
-    """The shape of a server-sent event, where the answer can be streamed."""
+    events: tuple[type, ...] = ()
+    """The shapes of server-sent events, where the answer can be streamed."""
     needs_key: bool = True
+    error: type = ErrorObject
+    """The shape of an error's body."""
 
     @property
     def method(self) -> str:
@@ -57,13 +59,15 @@ class Operation:
             "summary": self.summary,
             "operationId": re.sub(r"\W+", "_", f"{self.method.lower()}{self.path}").strip("_"),
             "responses": {"200": {"description": "OK"}} | {
-                str(status): {"description": "Error", "content": _content(ErrorObject)} for status in self.errors
+                str(status): {"description": "Error", "content": _content(self.error)} for status in self.errors
             },
         }  # fmt: skip
         if self.answer is not None:
             found["responses"]["200"]["content"] = _content(self.answer)
-        if self.event is not None:
-            found["responses"]["200"]["content"] |= _content(self.event, "text/event-stream")
+        if self.events:
+            shapes = [reference for event in self.events for reference in _content(event)["application/json"].values()]
+            schema = shapes[0] if len(shapes) == 1 else {"oneOf": shapes}
+            found["responses"]["200"]["content"] |= {"text/event-stream": {"schema": schema}}
         if self.body is not None:
             found["requestBody"] = {"required": True, "content": _content(self.body)}
         if names := _PATH_PARAMETER.findall(self.path):
@@ -75,17 +79,17 @@ class Operation:
         return found
 
 
-def _content(shape: type, media_type: str = "application/json") -> dict[str, Any]:
-    return {media_type: {"schema": {"$ref": REF.format(name=shape.__name__)}}}
+def _content(shape: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REF.format(name=shape.__name__)}}}
 
 
 def describe_api(operations: Iterable[Operation], with_keys: bool, root_path: str) -> dict[str, Any]:
     """Return the OpenAPI document. `with_keys`: the server asks for an API key. `root_path`: prefix behind a proxy."""
     paths: dict[str, Any] = {}
-    shapes: set[type] = {ErrorObject}
+    shapes: set[type] = set()
     for one in operations:
         paths.setdefault(_PATH_PARAMETER.sub(r"{\1}", one.path), {})[one.method.lower()] = one.describe()
-        shapes |= {shape for shape in (one.body, one.answer, one.event) if shape is not None}
+        shapes |= {shape for shape in (one.error, one.body, one.answer, *one.events) if shape is not None}
     _, schemas = msgspec.json.schema_components(sorted(shapes, key=lambda shape: shape.__name__), ref_template=REF)
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -1,8 +1,11 @@
-"""Makes responses of JSON, and of errors in the shape of OpenAI's error objects."""
+"""Makes responses of JSON, and of errors and events in the shape of the API that a path belongs to."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -33,10 +36,67 @@ class ErrorObject(msgspec.Struct):
 encoder = msgspec.json.Encoder()
 
 
-def error_body(error: BaseException) -> tuple[int, bytes]:
-    """Return HTTP status and OpenAI error object. An error that is not ours is logged and shown as a bare 500, because
-    its message may name internals. So may the last message of a dead engine, which is in the log already, while /health
-    is open to everybody."""
+@dataclass(frozen=True)
+class Wire:
+    """Says how an API writes errors and the events of a stream."""
+
+    error: Callable[[int, ErrorDetail], msgspec.Struct]
+    """HTTP status and an error -> the body that says so"""
+    event: Callable[[msgspec.Struct], bytes]
+    """one event, or the body of an error -> a server-sent event"""
+    done: bytes
+    """what follows the last event"""
+
+
+def _data(data: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % encoder.encode(data)
+
+
+def named_event(data: msgspec.Struct) -> bytes:
+    """Return a server-sent event whose name is the type that its data is tagged with."""
+    return b"event: %b\n" % str(data.__struct_config__.tag).encode() + _data(data)
+
+
+OPENAI = Wire(lambda status, detail: ErrorObject(detail), _data, b"data: [DONE]\n\n")
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    """Holds the content of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    """Represents Anthropic's error object."""
+
+    error: AnthropicErrorDetail
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def _anthropic_error(status: int, detail: ErrorDetail) -> AnthropicError:
+    kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
+    return AnthropicError(AnthropicErrorDetail(ANTHROPIC_TYPES.get(status, kind), detail.message))
+
+
+ANTHROPIC = Wire(_anthropic_error, named_event, b"")
+_ANTHROPIC_PATHS = re.compile(r"/v1/messages(/count_tokens)?\Z")
+
+
+def wire_of(path: str) -> Wire:
+    """Return how the API writes that a path belongs to."""
+    return ANTHROPIC if _ANTHROPIC_PATHS.search(path) else OPENAI
+
+
+def error_of(error: BaseException, wire: Wire = OPENAI) -> tuple[int, msgspec.Struct]:
+    """Return HTTP status and error object. An error that is not ours is logged and shown as a bare 500, because its
+    message may name internals. So may the last message of a dead engine, which is in the log already, while /health is
+    open to everybody."""
     if not isinstance(error, HeadraceError):
         logger.error("unexpected error while answering a request", exc_info=error)
         error = HeadraceError("internal server error")
@@ -45,8 +105,8 @@ def error_body(error: BaseException) -> tuple[int, bytes]:
     param: str | None = getattr(error, "param", None)
     message = DEAD if isinstance(error, EngineDeadError) else str(error)
     message = message.encode("utf-8", "replace").decode()  # half a surrogate pair in a quoted value cannot be encoded
-    detail = ErrorDetail(message, error.error_type, param, error.code)
-    return error.http_status, encoder.encode(ErrorObject(detail))
+    status = error.http_status
+    return status, wire.error(status, ErrorDetail(message, error.error_type, param, error.code))
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
@@ -54,10 +114,10 @@ def error_headers(error: BaseException) -> dict[str, str]:
     return {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
 
 
-def error_response(error: BaseException, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: BaseException, headers: dict[str, str] | None = None, *, wire: Wire = OPENAI) -> Response:
     """Return the response for an error."""
-    status, body = error_body(error)
-    return Response(body, status, {**error_headers(error), **(headers or {})}, "application/json")
+    status, body = error_of(error, wire)
+    return Response(encoder.encode(body), status, {**error_headers(error), **(headers or {})}, "application/json")
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -113,6 +113,7 @@ THOUGHTS = [
     "minimax_m3", "hy_v3",
 ]  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = "/v1/messages"
 PARSE, SEPARATE = "/parse_function_call", "/separate_reasoning"
 
 
@@ -124,13 +125,14 @@ class Bodies:
 
     def any(self) -> tuple[str, bytes]:
         """A path and a body for it."""
-        path = self.draw.choices([CHAT, COMPLETIONS, PARSE, SEPARATE, "/tokenize"], [60, 12, 16, 8, 4])[0]
+        path = self.draw.choices([CHAT, MESSAGES, COMPLETIONS, PARSE, SEPARATE, "/tokenize"], [45, 15, 12, 16, 8, 4])[0]
         return path, self.of(path)
 
     def of(self, path: str) -> bytes:
         draw = self.draw
         body = {
-            CHAT: self._chat, COMPLETIONS: self._completion, PARSE: self._parse, SEPARATE: self._separate,
+            CHAT: self._chat, MESSAGES: self._message, COMPLETIONS: self._completion, PARSE: self._parse,
+            SEPARATE: self._separate,
             "/tokenize": self._tokenize,
         }[path]()  # fmt: skip
         for _ in range(draw.choice([0, 0, 1, 1, 2, 4])):
@@ -222,6 +224,31 @@ class Bodies:
             "include_reasoning": False, "logprobs": True, "continue_final_message": True, "enable_thinking": False,
             "add_generation_prompt": False, "thinking": draw.choice([True, {"type": "disabled"}, "x"]), "echo": True,
             "separate_reasoning": False,
+        }  # fmt: skip
+        for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
+            body[name] = extras[name]
+        return body
+
+    def _message(self) -> dict[str, Any]:
+        draw = self.draw
+        blocks: list[Any] = [{"type": "text", "text": self.text() or "a"}]
+        body: dict[str, Any] = {"max_tokens": draw.choice([1, 2, 4]), "messages": [{"role": "user", "content": blocks}]}
+        if draw.random() < 0.3:
+            use = {"type": "tool_use", "id": "x", "name": draw.choice(NAMES), "input": draw.choice([{}, {"a": 1}, "x"])}
+            thought = {"type": "thinking", "thinking": self.text(), "signature": "x"}
+            result = {"type": "tool_result", "tool_use_id": "x", "content": draw.choice([self.text(), blocks, None])}
+            body["messages"].append({"role": "assistant", "content": [thought, use]})
+            body["messages"].append({"role": "user", "content": [result]})
+        if draw.random() < 0.5:
+            functions = [self.tool()["function"] for _ in range(draw.choice([1, 2]))]
+            body["tools"] = [one | {"input_schema": one.pop("parameters", {"type": "object"})} for one in functions]
+            kinds = [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": draw.choice(NAMES)}]
+            body["tool_choice"] = draw.choice([*kinds, {}, {"type": []}])
+        extras = {
+            "stream": True, "system": draw.choice(["x", [{"type": "text", "text": "x"}], [{}]]), "top_k": 5,
+            "thinking": draw.choice([{"type": "enabled", "budget_tokens": 5}, {"type": "x"}, {}]),
+            "stop_sequences": [draw.choice(MARKUP)], "metadata": {"user_id": "x"},
+            "output_config": {"format": {"type": "json_schema", "schema": self.schema()}},
         }  # fmt: skip
         for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
             body[name] = extras[name]
