@@ -192,9 +192,11 @@ def prediction_table(plan: Plan) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
 
-    def row(name: str, mean: float, spread: Percentiles | None, scale: float, digits: int) -> None:
-        values = [] if spread is None else [spread.p50 * scale, spread.p90 * scale, spread.p99 * scale]
-        table.add_row(name, *(f"{value:,.{digits}f}" for value in (mean, *values)))
+    def row(name: str, predicted: float, spread: Percentiles | None, scale: float, digits: int) -> None:
+        values = [predicted]
+        if spread is not None:
+            values = [scale * seconds for seconds in (spread.mean, spread.p50, spread.p90, spread.p99)]
+        table.add_row(name, *(f"{value:,.{digits}f}" for value in values))
 
     row("time to first token, ms", prediction.ttft_ms, run.ttft if run else None, 1000, 0)
     row("between tokens, ms", prediction.itl_ms, run.itl if run else None, 1000, 1)

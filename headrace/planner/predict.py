@@ -157,7 +157,7 @@ def predict(
     return Prediction(
         ttft_ms=1000 * (timing.first + outside),
         itl_ms=1000 * timing.between,
-        e2e_s=outside + timing.first + (workload.output_len - 1) * timing.between,
+        e2e_s=outside + timing.life,
         output_tok_s=timing.rate * workload.output_len * ranks,
         total_tok_s=timing.rate * length * ranks,
         max_concurrency=max(1, min(limits.max_num_seqs, kv_tokens // length)) * parallel.dp,
@@ -183,9 +183,11 @@ class _Timing:
     running: float
     """decodes in a typical step"""
     first: float
-    """until a request's first token"""
+    """until a request's first token: the median"""
     between: float
-    """between two of its tokens"""
+    """between two of its tokens, on average"""
+    life: float
+    """of a whole request, on average"""
     rate: float
     """requests/s"""
 
@@ -208,7 +210,7 @@ def _closed(rank: _Rank, clients: float) -> _Timing:
     turn = (others - beside) * mixed
     life = turn + first + answer
     waiting = max(0.0, clients - running) / running * life
-    return _Timing(running, turn + first + waiting, answer / max(1, decodes), running / life)
+    return _Timing(running, turn + first + waiting, answer / max(1, decodes), waiting + life, running / life)
 
 
 def _at_once(rank: _Rank, count: float) -> _Timing:
@@ -220,14 +222,26 @@ def _at_once(rank: _Rank, count: float) -> _Timing:
         if rank.model.deployment.engine == "vllm":
             return _outgrowing(rank, count, float(started))
         started = max(1, int(kv_tokens / longest))  # the scheduler looks ahead, and keeps the others waiting
-    waves = count / started
-    filling = rank.prefill(started, started / 2)
-    step = rank.step(started)
-    wave = filling + (load.output_len - 1) * step
-    # Each prompt waits for those before it; decodes wait for the prompts that come after their own.
-    first = filling / 2 + rank.prefill(1) / 2 + (waves - 1) / 2 * wave
-    between = step + filling / 2 / max(1, load.output_len - 1)
-    return _Timing(started, first, between, count / (waves * wave))
+
+    def wave_of(size: float) -> tuple[float, float]:
+        return rank.prefill(size, size / 2), (load.output_len - 1) * rank.step(size)
+
+    # Who waits starts when the wave before is done. The last wave may be a small one, whose steps are hardly shorter.
+    waves, last = divmod(count, started)
+    turn, place = divmod(count / 2, started)
+    (filling, decoding), (last_filling, last_decoding) = wave_of(started), wave_of(last) if last else (0.0, 0.0)
+    wave, own = filling + decoding, rank.prefill(1) / 2
+    # In a wave each prompt waits for those before it; decodes wait for the prompts that come after their own.
+    early, late = (count - last) / count, last / count
+    starts = early * ((waves - 1) * wave + filling) / 2 + late * (waves * wave + last_filling / 2) + own
+    answer = early * (decoding + filling / 2) + late * (last_decoding + last_filling / 2) if decoding else 0.0
+    return _Timing(
+        running=started,
+        first=turn * wave + place / started * filling + own,
+        between=answer / max(1, load.output_len - 1),
+        life=starts + answer,
+        rate=count / (waves * wave + last_filling + last_decoding),
+    )
 
 
 def _outgrowing(rank: _Rank, count: float, started: float) -> _Timing:
@@ -252,9 +266,16 @@ def _outgrowing(rank: _Rank, count: float, started: float) -> _Timing:
     rest = left / later * rank.step(later, context=context) + refilling
     total = seconds + rest
     mean = (ended * seconds + (count - ended) * (seconds + rest / 2)) / count
-    between = (mean - first / 2) / max(1, output_len - 1)
-    waiting = (count - started) / count * (seconds + rest / 2)
-    return _Timing((tokens / output_len + later) / 2, first / 2 + waiting, between, count / total)
+    # Who has not started yet ends last, and runs as long as its answer takes then.
+    behind, own = count - started, output_len * rank.step(later, context=context)
+    queue = behind / max(1.0, count - ended) * rest
+
+    def start_of(place: float) -> float:
+        return place / started * first if place <= started else total - queue * (count - place) / behind - own
+
+    starts = (started * start_of(started / 2) + behind * start_of((started + count) / 2)) / count
+    between = (mean - starts) / max(1, output_len - 1)
+    return _Timing((tokens / output_len + later) / 2, start_of(count / 2), between, mean, count / total)
 
 
 def _open(rank: _Rank, rate: float) -> _Timing:
@@ -277,4 +298,4 @@ def _open(rank: _Rank, rate: float) -> _Timing:
     first = loaded + between / 2 + busy / (1 - busy) * loaded / 2
     if rate > served:
         first += PATIENCE / 2 * (1 - served / rate)
-    return _Timing(running, first, between, served)
+    return _Timing(running, first, between, first + (load.output_len - 1) * between, served)

@@ -229,7 +229,7 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
         return candidate, None
     prediction = replace(
         candidate.prediction,
-        ttft_ms=1000 * run.ttft.mean,
+        ttft_ms=1000 * run.ttft.p50,
         itl_ms=1000 * run.itl.mean,
         e2e_s=run.e2e.mean,
         output_tok_s=run.output_tok_s,

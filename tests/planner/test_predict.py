@@ -35,6 +35,7 @@ OUTGROWING = Workload(128, 4096, 1000, 1000)
     [
         *((load, engine) for load in CASES for engine in ("headrace", "vllm")),
         (Workload(128, 2048, 600, 600), "vllm"),
+        (Workload(3000, 3000, 300, 300), "vllm"),
         *(pytest.param(OUTGROWING, engine, marks=pytest.mark.slow) for engine in ("headrace", "vllm")),
     ],
 )
@@ -46,6 +47,17 @@ def test_near_the_simulation(load: Workload, engine: str) -> None:
     assert found.e2e_s == pytest.approx(run.e2e.mean, rel=0.15)
     assert found.itl_ms == pytest.approx(1000 * run.itl.mean, rel=0.2)
     assert found.ttft_ms == pytest.approx(1000 * run.ttft.p50, rel=0.35)
+
+
+@pytest.mark.parametrize("count", [100, 101, 105, 150, 210])
+def test_more_requests_than_the_cache_holds_at_once(count: int) -> None:
+    """A hundred fit. The few that wait for them then have steps of their own, which cost as much as a hundred's."""
+    load, limits = Workload(1000, 1000, count, count), Limits(1024, 8192, 200_000)
+    found, run = predict(deployment(), load, limits), simulate(deployment(), load, limits)
+    assert found.ttft_ms == pytest.approx(1000 * run.ttft.p50, rel=0.12)
+    assert found.itl_ms == pytest.approx(1000 * run.itl.mean, rel=0.06)
+    assert found.e2e_s == pytest.approx(run.e2e.mean, rel=0.05)
+    assert found.output_tok_s == pytest.approx(run.output_tok_s, rel=0.05)
 
 
 @pytest.mark.parametrize("rate", [2.0, 8.0, 16.0, 24.0])
