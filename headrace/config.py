@@ -263,6 +263,10 @@ class ServerConfig:
     default_chat_template_kwargs: dict[str, Any] = server_knob(
         {}, "JSON: variables of the chat template where a request sets none, e.g. '{\"enable_thinking\": false}'."
     )
+    response_store_bytes: int = server_knob(
+        256 * 1024 * 1024, "Bytes of answers that /v1/responses keeps for later requests; 0: none.", minimum=0
+    )
+    response_store_seconds: float = server_knob(3600.0, "Seconds for which it keeps one.", minimum=1)
     allowed_origins: list[str] = server_knob([], "Origins whose pages browsers let use this server (CORS).")
     root_path: str = server_knob("", "Path prefix behind a proxy.")
     uvicorn_log_level: str = server_knob(

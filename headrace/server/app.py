@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError
-from headrace.server import answers, info, messages, protocol
+from headrace.server import answers, info, messages, protocol, responses
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
@@ -25,6 +25,7 @@ from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.output_formats import choose_formats
 from headrace.server.parse_text import parse_function_call, separate_reasoning
 from headrace.server.replies import AnthropicError, error_response, json_response, wire_of
+from headrace.server.response_shapes import EVENTS, Deleted, ResponseObject, ResponsesRequest
 from headrace.server.serving import Serving
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ OPERATIONS = (
               protocol.CompletionRequest, events=(answers.Completion,)),
     Operation("/v1/chat/completions", answer_chat, "Answer a conversation", answers.ChatCompletion, GENERATION_ERRORS,
               protocol.ChatCompletionRequest, events=(answers.ChatChunk,)),
+    Operation("/v1/responses", responses.answer_response, "Answer input items", ResponseObject, GENERATION_ERRORS,
+              ResponsesRequest, events=EVENTS),
+    Operation("/v1/responses/{response_id}", responses.show_response, "Show a stored answer", ResponseObject,
+              (400, 401, 404)),
+    Operation("/v1/responses/{response_id}", responses.delete_response, "Forget a stored answer", Deleted, (401, 404),
+              verb="DELETE"),
+    Operation("/v1/responses/{response_id}/cancel", responses.cancel_response, "End an answer made in the background",
+              ResponseObject, (400, 401, 404), verb="POST"),
     Operation("/v1/messages", answer_message, "Answer a conversation, as Anthropic's API does", messages.Message,
               GENERATION_ERRORS, messages.MessagesRequest, events=get_args(messages.StreamEvent), error=AnthropicError),
     Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", messages.TokenCount,
@@ -75,7 +84,7 @@ def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: lis
             Middleware(
                 CORSMiddleware,
                 allow_origins=server_config.allowed_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
             )
         )

@@ -156,7 +156,7 @@ class GenerationResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         try:
-            outputs = await self._collect()
+            outputs = await self.collect()
             slow = self._is_slow(outputs)
             body = await asyncio.to_thread(self._body, outputs) if slow else self._body(outputs)
         except (asyncio.CancelledError, Exception) as error:
@@ -190,7 +190,7 @@ class GenerationResponse(Response):
             if not started:
                 await self._send_error(send, error)
                 return
-            last = self.answer.wire.event(self._failure(error)[1])
+            last = self.answer.wire.failed(self._failure(error)[1])
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _is_disconnect(self, error: BaseException) -> bool:
@@ -229,7 +229,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": status, "headers": headers + self.extra_headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _collect(self) -> list[RequestOutput]:
+    async def collect(self) -> list[RequestOutput]:
         """Return one output for each prompt, with all of its choices."""
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._run("final")) as batches:

@@ -78,7 +78,7 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-class Usage(Struct):
+class MessageUsage(Struct):
     """Holds counts of tokens. Those of a prompt that were found in the cache are not among its other ones."""
 
     input_tokens: int
@@ -113,13 +113,13 @@ class Message(Struct, tag_field="type", tag="message"):
     id: str
     model: str
     content: list[ContentBlock]
-    usage: Usage
+    usage: MessageUsage
     stop_reason: str | None = None
     stop_sequence: str | None = None
     role: str = "assistant"
 
 
-class TextDelta(Struct, tag_field="type", tag="text_delta"):
+class TextBlockDelta(Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -135,7 +135,7 @@ class InputJsonDelta(Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-BlockDelta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+BlockDelta = TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class MessageStart(Struct, tag_field="type", tag="message_start"):
@@ -163,7 +163,7 @@ class Ending(Struct):
 
 class MessageDelta(Struct, tag_field="type", tag="message_delta"):
     delta: Ending
-    usage: Usage
+    usage: MessageUsage
 
 
 class MessageStop(Struct, tag_field="type", tag="message_stop"):
@@ -413,7 +413,7 @@ class MessageAnswer:
             case Content(text):
                 if not isinstance(self.block, TextBlock):
                     yield from self._opened(TextBlock(""))
-                yield BlockDeltaEvent(self.index, TextDelta(text))
+                yield BlockDeltaEvent(self.index, TextBlockDelta(text))
             case Reasoning(text):
                 if not isinstance(self.block, ThinkingBlock):
                     yield from self._opened(ThinkingBlock("", ""))
@@ -446,9 +446,9 @@ class MessageAnswer:
             reason = "tool_calls"
         return Ending(STOP_REASONS.get(reason, "end_turn"), None)
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> MessageUsage:
         total, cached = self.count.total(), self.count.cached_tokens.get(0, 0)
-        return Usage(total.prompt_tokens - cached, total.completion_tokens, cached)
+        return MessageUsage(total.prompt_tokens - cached, total.completion_tokens, cached)
 
     def _message(
         self, content: list[ContentBlock], stop_reason: str | None = None, stop_sequence: str | None = None

@@ -22,7 +22,7 @@ from headrace.server.replies import ErrorObject
 Handler = Callable[[Any, Request], Coroutine[None, None, Response]]
 """Answers a request; the first argument is what all routes share (serving.Serving)."""
 REF = "#/components/schemas/{name}"
-_PATH_PARAMETER = re.compile(r"{(\w+):\w+}")
+_PATH_PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace API</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
 summary{{cursor:pointer}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}b{{display:inline-block;width:4em}}</style>
@@ -42,16 +42,17 @@ class Operation:
     """The shape of the JSON answer; None where the answer is no JSON."""
     errors: tuple[int, ...]
     body: type | None = None
-    """The shape of the request's body. A route with a body is a POST, every other one a GET."""
+    """The shape of the request's body. A route with a body is a POST, every other one a GET, unless `verb` says so."""
     events: tuple[type, ...] = ()
     """The shapes of server-sent events, where the answer can be streamed."""
     needs_key: bool = True
     error: type = ErrorObject
     """The shape of an error's body."""
+    verb: str | None = None
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("GET" if self.body is None else "POST")
 
     def describe(self) -> dict[str, Any]:
         """Return the OpenAPI operation object."""

@@ -43,9 +43,11 @@ class Wire:
     error: Callable[[int, ErrorDetail], msgspec.Struct]
     """HTTP status and an error -> the body that says so"""
     event: Callable[[msgspec.Struct], bytes]
-    """one event, or the body of an error -> a server-sent event"""
+    """one event -> a server-sent event"""
     done: bytes
     """what follows the last event"""
+    failed: Callable[[msgspec.Struct], bytes]
+    """the body of an error -> the event that ends a stream in place of the others"""
 
 
 def _data(data: msgspec.Struct) -> bytes:
@@ -57,7 +59,7 @@ def named_event(data: msgspec.Struct) -> bytes:
     return b"event: %b\n" % str(data.__struct_config__.tag).encode() + _data(data)
 
 
-OPENAI = Wire(lambda status, detail: ErrorObject(detail), _data, b"data: [DONE]\n\n")
+OPENAI = Wire(lambda status, detail: ErrorObject(detail), _data, b"data: [DONE]\n\n", _data)
 
 
 class AnthropicErrorDetail(msgspec.Struct):
@@ -84,7 +86,7 @@ def _anthropic_error(status: int, detail: ErrorDetail) -> AnthropicError:
     return AnthropicError(AnthropicErrorDetail(ANTHROPIC_TYPES.get(status, kind), detail.message))
 
 
-ANTHROPIC = Wire(_anthropic_error, named_event, b"")
+ANTHROPIC = Wire(_anthropic_error, named_event, b"", named_event)
 _ANTHROPIC_PATHS = re.compile(r"/v1/messages(/count_tokens)?\Z")
 
 

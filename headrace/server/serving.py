@@ -17,6 +17,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ModelNotServedError, ServerStoppingError, quoted
 from headrace.server.auth import CLIENT
 from headrace.server.output_formats import OutputFormats
+from headrace.server.response_store import ResponseStore
 from headrace.server.workers import Workers
 
 if TYPE_CHECKING:
@@ -42,8 +43,13 @@ class Serving:
     stopping: bool = False
     logged: set[str] = field(default_factory=set)
     """Ignored fields of requests that the log has named."""
+    responses: ResponseStore = field(init=False)
+    """Answers of /v1/responses that later requests may ask for."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _workers: Workers = field(default_factory=Workers)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.config.response_store_bytes, self.config.response_store_seconds)
 
     def resolve_model(self, name: str | None) -> str:
         """Return the model name to answer with: the requested one, or without one the first. Raises
@@ -89,6 +95,13 @@ class Serving:
             raise ServerStoppingError from None
         finally:
             self._running.discard(task)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Begin work that no client waits for; it is cancelled when the server stops."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def until_disconnect(self, receive: Receive, work: Coroutine[None, None, None]) -> None:
         """Run `work`, and cancel it at once if the client disconnects. The body must have been read before."""

@@ -113,7 +113,7 @@ THOUGHTS = [
     "minimax_m3", "hy_v3",
 ]  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PARSE, SEPARATE = "/parse_function_call", "/separate_reasoning"
 
 
@@ -125,13 +125,16 @@ class Bodies:
 
     def any(self) -> tuple[str, bytes]:
         """A path and a body for it."""
-        path = self.draw.choices([CHAT, MESSAGES, COMPLETIONS, PARSE, SEPARATE, "/tokenize"], [45, 15, 12, 16, 8, 4])[0]
+        path = self.draw.choices(
+            [CHAT, MESSAGES, RESPONSES, COMPLETIONS, PARSE, SEPARATE, "/tokenize"], [40, 12, 12, 10, 14, 8, 4]
+        )[0]
         return path, self.of(path)
 
     def of(self, path: str) -> bytes:
         draw = self.draw
         body = {
-            CHAT: self._chat, MESSAGES: self._message, COMPLETIONS: self._completion, PARSE: self._parse,
+            CHAT: self._chat, MESSAGES: self._message, RESPONSES: self._response,
+            COMPLETIONS: self._completion, PARSE: self._parse,
             SEPARATE: self._separate,
             "/tokenize": self._tokenize,
         }[path]()  # fmt: skip
@@ -249,6 +252,29 @@ class Bodies:
             "thinking": draw.choice([{"type": "enabled", "budget_tokens": 5}, {"type": "x"}, {}]),
             "stop_sequences": [draw.choice(MARKUP)], "metadata": {"user_id": "x"},
             "output_config": {"format": {"type": "json_schema", "schema": self.schema()}},
+        }  # fmt: skip
+        for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
+            body[name] = extras[name]
+        return body
+
+    def _response(self) -> dict[str, Any]:
+        draw = self.draw
+        items: list[Any] = [{"role": draw.choice(["user", "developer"]), "content": self.text() or "a"}]
+        if draw.random() < 0.3:
+            items += [
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": self.text()}]},
+                {"type": "function_call", "call_id": "c", "name": draw.choice(NAMES), "arguments": self.text()},
+                {"type": "function_call_output", "call_id": "c", "output": self.text()},
+            ]
+        body: dict[str, Any] = {"input": draw.choice([items, items, self.text() or "a"]), "max_output_tokens": 4}
+        if draw.random() < 0.5:
+            body["tools"] = [{"type": "function"} | self.tool()["function"] for _ in range(draw.choice([1, 2]))]
+            body["tool_choice"] = draw.choice(["auto", "required", {"type": "function", "name": draw.choice(NAMES)}])
+        extras = {
+            "stream": True, "instructions": self.text(), "store": draw.choice([True, False]), "background": True,
+            "previous_response_id": "resp-1", "reasoning": draw.choice([{"effort": "low"}, {"summary": "auto"}, {}]),
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": self.schema()}}, "truncation": "auto",
+            "metadata": {"a": "b"}, "include": draw.choice([[], ["reasoning.encrypted_content"], ["x"]]),
         }  # fmt: skip
         for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
             body[name] = extras[name]
