@@ -40,9 +40,10 @@ LONGEST_FIRST = (
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 """children of the tests find what is in `tests` too, though they search no working directory"""
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch is imported: workers share the cores, and so do children
-    threads = max(1, CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+THREADS = max(1, CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+"""Of torch, in each process that shares the tests: more than there are cores for spin at OpenMP's barriers, which made
+some tests ten times as long."""
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # before torch is imported, and for children
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,12 +68,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What was collected is no garbage. To look through it takes 0.4 s, and each LLM of this process would do so."""
+    """What was collected is no garbage: to look through it takes 0.4 s, and each LLM of this process would do so. Nor
+    does such an LLM have all cores of the machine, which others share."""
     from headrace import llm
+    from headrace.planner import decisions
 
     gc.collect()
     gc.freeze()
     llm.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    threads_of = decisions._cpu_threads
+
+    def cpu_threads(ranks: int, beside_server: bool) -> tuple[int, str]:
+        count, reason = threads_of(ranks, beside_server)
+        return min(count, max(1, THREADS // ranks)), reason
+
+    decisions._cpu_threads = cpu_threads
 
 
 @pytest.hookimpl(tryfirst=True)

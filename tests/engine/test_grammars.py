@@ -30,8 +30,8 @@ from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
-from tests.runner.test_cuda_graph import make_core as make_real_core
-from tests.runner.test_cuda_graph import make_runner
+from tests.runner.harness import make_core as make_real_core
+from tests.runner.harness import make_runner
 from tests.structured_outputs.grammars import (
     EOS,
     VOCAB_SIZE,

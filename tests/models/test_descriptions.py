@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from driver import make_context
-from tiny_configs import BASE, CASES, VARIANTS, tiny_config
+from tiny_configs import ALIKE, BASE, CASES, VARIANTS, tiny_config
 
 from headrace.errors import UnsupportedModelError
 from headrace.layers.layer import Layer
 from headrace.model_config import Fields, ModelConfig
-from headrace.model_spec import ModelSpec
+from headrace.model_spec import ModelSpec, Parameter
 from headrace.models.loader import build_model
 from headrace.models.registry import DESCRIBED, SERVED, describe, resolve
 
@@ -40,6 +41,28 @@ def test_a_served_family_is_described_tensor_by_tensor(architecture: str, varian
 def tiny(architecture: str, **changes: Any) -> dict[str, Any]:
     """config.json as transformers writes it."""
     return {**tiny_config(architecture, changes).to_dict(), "architectures": [architecture]}
+
+
+def parts_of(value: Any, name: str = "") -> set[str]:
+    """What a description says of its layers but sizes: kinds, options that are on, tensors and how they are split."""
+    if isinstance(value, Parameter):
+        return {f"{name} {value.name} {value.split} {value.axis} {value.kind}"}
+    if is_dataclass(value):
+        return {type(value).__name__}.union(
+            *(parts_of(getattr(value, field.name), f"{type(value).__name__}.{field.name}") for field in fields(value))
+        )
+    if isinstance(value, tuple | list):
+        return set().union(*(parts_of(entry, name) for entry in value))
+    return {f"{name} {value if isinstance(value, str | bool | None) else type(value).__name__}"}
+
+
+def test_families_that_count_as_alike_have_no_part_of_their_own() -> None:
+    parts = {
+        case: parts_of(describe(ModelConfig.from_dict(tiny(case[0], **VARIANTS[case[0]][case[1]]))).layers)
+        for case in CASES
+    }
+    others = set().union(*(found for (architecture, _), found in parts.items() if architecture not in ALIKE))
+    assert {case: found - others for case, found in parts.items() if case[0] in ALIKE and found - others} == {}
 
 
 LATENT = {

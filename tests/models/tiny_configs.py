@@ -367,6 +367,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
+ALIKE = {
+    "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "Gemma3ForCausalLM", "GlmForCausalLM", "GraniteForCausalLM",
+    "MinistralForCausalLM", "SmolLM3ForCausalLM", "Exaone4ForCausalLM", "SeedOssForCausalLM", "HeliumForCausalLM",
+    "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "InternVLForConditionalGeneration", "OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
+    "Ernie4_5ForCausalLM",
+}  # fmt: skip
+"""Families all of whose layers' parts others have too: what is the parts' own (two ranks) is tested of those, and of
+these in `make test-all`. A family that is not named here is tested in every way."""
 
 
 def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.PretrainedConfig:

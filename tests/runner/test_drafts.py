@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,25 +14,29 @@ import torch
 from torch import Tensor
 
 from headrace.engine.core import EngineCore
-from headrace.request import EngineCoreRequest
 from headrace.runner.input_batch import Batch
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep, MaskedStep
 from headrace.runner.request_state import RequestState
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
-from headrace.sampling_params import SamplingParams
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import shapes_of
-from tests.runner.test_cuda_graph import LIMITS, InThisProcess, make_core, make_runner
-from tests.structured_outputs.grammars import EOS, VOCAB_SIZE, byte_vocabulary, decode, regex
-
-VOCAB, STOP = VOCAB_SIZE, EOS
-WORD = "[0-9a-p]{8,20}"
-MASKED = (2, 5, 9, 10, 14)
-"""Requests that write such a word"""
-Answers = dict[int, tuple[list[int], list[float]]]
-"""seed -> (tokens, their log-probabilities)"""
+from tests.runner.harness import (
+    LIMITS,
+    MASKED,
+    STOP,
+    VOCAB,
+    WORD,
+    Answers,
+    InThisProcess,
+    check,
+    make_core,
+    make_runner,
+    serve,
+    traffic,
+)
+from tests.structured_outputs.grammars import byte_vocabulary, decode
 
 
 class ScriptedDrafter:
@@ -73,66 +76,6 @@ class RunsAhead(InThisProcess):
         return Late(super().execute(step))
 
 
-def traffic() -> list[EngineCoreRequest]:
-    """All that a token may depend on: seeds, penalties, rules, filters, masks; ends by stops, length and context."""
-    rng = random.Random(3)
-    shared = [rng.randrange(VOCAB) for _ in range(21)]
-    wishes: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-        {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_tokens": 6},
-        {"temperature": 0.0, "logit_bias": {7: 2.5, 11: -3.0}, "min_tokens": 4},
-        {"temperature": 1.0, "allowed_token_ids": [1, 2, 3, 5, 8, 13, 21, 34]},
-    ]
-    requests = []
-    for number in range(16):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 5, 11, 30)))]
-        if number % 3 == 0:
-            prompt = shared + prompt[:9]
-        if number == 7:
-            prompt = [rng.randrange(VOCAB) for _ in range(85)]  # runs into max_model_len
-        params = SamplingParams(
-            max_tokens=rng.randrange(12, 30),
-            logprobs=2 if number % 2 else None,
-            prompt_logprobs=1 if number == 5 else None,
-            **wishes[number % len(wishes)],
-        )
-        bad_words = [[4], [9, 5], [3, 1, 2]] if number % 4 == 0 else []
-        requests.append(
-            EngineCoreRequest(
-                request_id=str(number),
-                prompt_token_ids=prompt,
-                params=params,
-                max_tokens=params.max_tokens or 1,
-                seed=number,
-                stop_token_ids=[STOP, 17] if number % 3 and number != 7 else [],
-                bad_words_token_ids=bad_words,
-                grammar=regex(WORD) if number in MASKED else "",
-            )
-        )
-    return requests
-
-
-def serve(core: EngineCore) -> Answers:
-    found: Answers = {}
-    arriving = deque(traffic())
-    for turn in range(3000):
-        if arriving and turn % 2 == 0:
-            core.add_request(arriving.popleft())
-        stepped = core.step() if core.has_work() else None
-        for output in stepped.outputs if stepped else ():
-            assert output.error is None
-            tokens, scores = found.setdefault(int(output.request_id), ([], []))
-            tokens += output.new_token_ids
-            for token, entry in zip(output.new_token_ids, output.new_logprobs, strict=False):
-                assert entry.token_ids[0] == token
-                scores += entry.logprobs
-        if not arriving and not core.has_work():
-            return found
-    raise AssertionError("never done")
-
-
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(byte_vocabulary, threads=1)
@@ -161,12 +104,6 @@ def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
     assert len(answers[7][0]) == LIMITS.max_model_len - 85
     assert all(re.fullmatch(WORD, decode(answers[number][0])) for number in MASKED)
     return answers, len(core._executor.steps)  # type: ignore[attr-defined]
-
-
-def check(got: Answers, answers: Answers) -> None:
-    assert {seed: tokens for seed, (tokens, _) in got.items()} == {s: tokens for s, (tokens, _) in answers.items()}
-    for seed, (_, scores) in got.items():
-        assert scores == pytest.approx(answers[seed][1], abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from headrace.runner.self_check import SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
 from tests.kernels import packed_weights
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordedGraph, RecordingDevice
-from tests.runner.test_cuda_graph import LLAMA
+from tests.runner.harness import LLAMA
 
 CPU = torch.device("cpu")
 NO_FOLDER = Path()

@@ -9,7 +9,7 @@ import torch
 
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams
-from tests.runner.test_cuda_graph import make_core, make_runner
+from tests.runner.harness import make_core, make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 FORBIDS_ALL = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=[60], min_tokens=4)

@@ -20,7 +20,7 @@ from headrace.runner.pending import FinishedStep, PendingStep, TokenBuffers
 from headrace.runner.step_parts import execute_with_less_memory, halves, join
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
-from tests.runner.test_cuda_graph import LIMITS, InThisProcess, make_core, make_runner, serve
+from tests.runner.harness import LIMITS, Answers, InThisProcess, check, make_core, make_runner, serve
 
 SAID = "CUDA out of memory. Tried to allocate 3.00 GiB.\nGPU 0 has ..."
 
@@ -74,9 +74,9 @@ class Shortage:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+def expected() -> Answers:
     """What is served with memory for all."""
-    return serve(make_core(make_runner("llama", "NONE"), num_blocks=26))
+    return serve(make_core(make_runner("llama", "NONE"), num_blocks=26), grammars=False)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,12 @@ def expected() -> tuple[dict[str, list[int]], dict[str, list[float]]]:
         *(pytest.param("FULL_AND_PIECEWISE", most, marks=pytest.mark.slow) for most in (7, 1)),
     ],
 )
-def test_the_same_tokens_from_parts_of_steps(
-    mode: str, most: int, expected: tuple[dict[str, list[int]], dict[str, list[float]]]
-) -> None:
+def test_the_same_tokens_from_parts_of_steps(mode: str, most: int, expected: Answers) -> None:
     runner = make_runner("llama", mode)
     shortage = Shortage(runner, lambda tokens, failed: tokens > most)
-    core = make_core(runner, num_blocks=26)
-    core._executor = LessMemory(runner)  # type: ignore[assignment]
-    tokens, scores = serve(core)
+    core = make_core(runner, num_blocks=26, executor=LessMemory)
+    check(serve(core, grammars=False), expected)
     assert shortage.failed > 0
-    assert tokens == expected[0]
-    assert scores["5"] == pytest.approx(expected[1]["5"], abs=1e-4)
 
 
 class Unread(LessMemory):
@@ -145,7 +140,7 @@ def test_what_is_said_and_done_about_it(caplog: pytest.LogCaptureFixture) -> Non
     executor = LessMemory(runner)
     core._executor = executor  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
-        serve(core)
+        serve(core, grammars=False)
     assert executor.memory.emptied == 1
     assert core.snapshot([]).stats.num_short_steps == 1
     said, decided = (record.message for record in caplog.records)

@@ -27,7 +27,7 @@ from headrace.runner.pending import PendingStep
 from headrace.runner.profile import MARGIN, MOST_OUTSIDE, measure_memory
 from headrace.runner.worker import Worker
 from headrace.step import BlockUpdate, Masks, NewRow, SchedulerOutput
-from tests.runner.test_cuda_graph import make_runner
+from tests.runner.harness import make_runner
 
 DEMO = Path(headrace.__file__).parent / "demo_model"
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"

@@ -10,9 +10,9 @@ RNG = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 """Processes that share the tests make the same choice."""
 
 
-def sampled(names, *axes):
-    """All combinations of `axes` as cases, of which as many run as the longest axis has values: every value comes up,
-    in other company each time. The others are slow."""
+def cases(*axes):
+    """All combinations of `axes`, of which as many run as the longest axis has values: every value comes up, in other
+    company each time. The others are slow."""
     drawn = [RNG.sample(range(len(axis)), len(axis)) for axis in axes]
     chosen = {tuple(order[place % len(order)] for order in drawn) for place in range(max(map(len, axes)))}
 
@@ -21,4 +21,8 @@ def sampled(names, *axes):
         marks = [] if places in chosen else [pytest.mark.slow]
         return pytest.param(*values, id="-".join(str(value).removeprefix("torch.") for value in values), marks=marks)
 
-    return pytest.mark.parametrize(names, [case(one) for one in itertools.product(*map(enumerate, axes))])
+    return [case(one) for one in itertools.product(*map(enumerate, axes))]
+
+
+def sampled(names, *axes):
+    return pytest.mark.parametrize(names, cases(*axes))

@@ -93,8 +93,7 @@ def test_batches_and_block_sizes(kind, splits, block_size):
     run(kind, (4, 2, 8), block_size, None, splits, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["decode", "chunks"])
-@pytest.mark.parametrize("window", [1, 7, 40])
+@sampled(("kind", "window"), ["decode", "chunks"], [1, 7, 40])
 def test_sliding_window(kind, window):
     run(kind, (4, 2, 8), random.choice((1, 4, 16)), window, random.choice((1, 2)), torch.float32)
 
@@ -104,20 +103,21 @@ def test_sinks_behind_windows_and_chunks(kind, window, splits, chunked):
     run(kind, (6, 2, 8), random.choice((1, 4, 16)), window, splits, torch.float32, chunked, sinks=True)
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 2)], ids=str)
-def test_sinks_of_full_layers(kind, dtype, splits):
+@sampled(("kind", "sums"), BATCHES, [(torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 2)])
+def test_sinks_of_full_layers(kind, sums):
+    dtype, splits = sums
     run(kind, (8, 1, 64), 16, None, splits, dtype, sinks=True)
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 17)], ids=str)
-def test_scores_are_held_within_a_soft_cap(kind, dtype, window):
+@sampled(("kind", "seen"), BATCHES, [(torch.float32, None), (torch.bfloat16, 17)])
+def test_scores_are_held_within_a_soft_cap(kind, seen):
+    dtype, window = seen
     run(kind, (6, 2, 24), 16, window, random.choice((1, 4)), dtype, sinks=window is not None, soft_cap=0.7)
 
 
-@pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40), (2, 1, 64), (4, 2, 96), (2, 2, 128)], ids=str)
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@sampled(
+    ("kind", "heads"), ["decode", "mixed"], [(3, 1, 24), (4, 4, 16), (5, 1, 40), (2, 1, 64), (4, 2, 96), (2, 2, 128)]
+)
 def test_odd_heads(kind, heads):
     run(kind, heads, 16, None, 2, torch.float32)
 
@@ -131,14 +131,12 @@ def test_more_query_heads_than_rows_of_the_usual_tile():
     torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@sampled(("kind", "dtype"), ["decode", "mixed"], [torch.float16, torch.bfloat16])
 def test_half_precision(kind, dtype):
     run(kind, (4, 2, 16), 16, None, 2, dtype)
 
 
-@pytest.mark.parametrize("kind", ["decode", "chunks"])
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@sampled(("kind", "splits"), ["decode", "chunks"], [1, 2, 4])
 def test_a_key_that_overflowed_reaches_every_query_that_sees_it(kind, splits):
     batch, heads = BATCHES[kind], (4, 2, 8)
     inputs = make_inputs(batch, heads, 16, torch.float32)

@@ -57,8 +57,7 @@ def test_attention_reads_fp8(kind, dtype, fp8):
     attend(kind, (4, 2, 16), 16, dtype, fp8, splits=random.choice((1, 4)))
 
 
-@pytest.mark.parametrize("heads", [(3, 1, 24), (2, 2, 10), (5, 1, 40)], ids=str)
-@pytest.mark.parametrize("window", [None, 7])
+@sampled(("heads", "window"), [(3, 1, 24), (2, 2, 10), (5, 1, 40)], [None, 7])
 def test_odd_heads_and_windows(heads, window):
     sinks = random.choice((False, True))
     attend(random.choice(list(BATCHES)), heads, random.choice((1, 64)), torch.bfloat16, FP8[0], window, 2, sinks=sinks)
@@ -84,9 +83,7 @@ def rotation_error(x, weight, rotary_dim):
     return size * (2**-22 if weight is None else 2.1 * eps(x.dtype) + 2**-19)
 
 
-@each_fp8
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("norm", [True, False])
+@sampled(("dtype", "fp8", "norm"), TOLERANCE, FP8, [True, False])
 def test_rotary_writes_fp8(dtype, fp8, norm):
     dim, rotary_dim, kv_heads = 24, 16, 2
     q, k, v = torch.randn(6, 8, dim).to(dtype).split((4, 2, 2), dim=1)
@@ -171,8 +168,7 @@ def test_caches_narrower_than_the_model_without_scales(dtype):
         assert torch.equal(cache.view(2, 2, 1, 8), torch.stack((k, v)).bfloat16())
 
 
-@each_fp8
-@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128), (10, 5, 64)], ids=str)
+@sampled(("heads", "fp8"), [(4, 2, 64), (3, 1, 128), (10, 5, 64)], FP8)
 def test_what_prompts_read_is_unpacked(heads, fp8):
     lengths = [9, 1, 70, 133, 0, 64]
     (_, cache, _), scale = fp8_inputs("mixed", heads, 16, torch.float16, fp8)

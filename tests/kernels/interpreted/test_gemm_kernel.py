@@ -3,6 +3,7 @@
 import pytest
 import torch
 from arena import error
+from sampled import sampled
 
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
 from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
@@ -58,8 +59,7 @@ def given_to(config, x, kind):
     return x if config.block_m == 1 else quantize_reference(x, KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@sampled(("kind", "config"), KINDS, CONFIGS)
 def test_weights_of_8_bits(config, kind):
     """Of sizes that nothing divides; with a gate, with a sum, and half a norm on either side."""
     for tokens, outputs, inputs in ((1, 37, 100), (7, 67, 96), (33, 6, 200)):
@@ -94,8 +94,7 @@ def test_many_tokens_are_computed_in_bands(kind):
     assert error(out, skinny_linear_reference(x, weight, None, dtype=torch.float32)) <= 1e-6
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@sampled(("dtype", "config"), TOLERANCE, CONFIGS)
 def test_gate_and_residual_in_the_same_pass(config, dtype):
     for tokens, half, inputs in ((1, 24, 64), (5, 37, 80)):
         if config.block_m == 1 and tokens > 1:
@@ -110,8 +109,7 @@ def test_gate_and_residual_in_the_same_pass(config, dtype):
         assert error(summed, expected) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@sampled(("dtype", "config"), TOLERANCE, CONFIGS)
 def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
     eps = 1e-3
     for tokens, inputs, outputs in ((1, 64, 24), (9, 80, 75)):

@@ -20,6 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
 MANY = MoeConfig(16, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1))
 SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=True))
+WAYS = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}
 # for tiled weights
 ALONE = MoeConfig(1, Tile(16, 128, 2, 2), Tile(16, 128, 4, 1, group=2))
 ALONE_WIDE = MoeConfig(1, Tile(32, 128, 2, 1), Tile(64, 128, 2, 1, group=4))
@@ -57,9 +58,9 @@ def test_routes_and_sorts(size, block_m, half):
     assert_same_routing(route(rounded, top_k, True, block_m), route_reference(rounded, top_k, True, block_m))
 
 
-@pytest.mark.parametrize(("num_experts", "groups", "used"), [(12, 4, 1), (60, 5, 2), (33, 3, 2), (256, 8, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_routes_within_the_best_groups(num_experts, groups, used, dtype):
+@sampled(("size", "dtype"), [(12, 4, 1), (60, 5, 2), (33, 3, 2), (256, 8, 4)], [torch.float32, torch.bfloat16])
+def test_routes_within_the_best_groups(size, dtype):
+    num_experts, groups, used = size
     logits = torch.randn(9, num_experts).to(dtype)
     logits[3] = 0.5  # ties: of equal groups the first
     logits[4, 1::2] = logits[4, ::2][: num_experts // 2]  # within groups too
@@ -156,7 +157,7 @@ def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, 
 
 @sampled(
     ("config", "size", "has_shared"),
-    ["one by one", "tiles", "swapped"],
+    WAYS,
     [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
     [False, True, "without a gate"],
 )
@@ -164,14 +165,13 @@ def test_layers(config, size, has_shared):
     num_tokens, *rest = size
     if config == "one by one":
         num_tokens = min(num_tokens, 4)
-    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
+    config = WAYS[config]
     run(num_tokens, *rest, config, has_shared=has_shared)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
+@sampled(("dtype", "config"), [torch.float16, torch.bfloat16], WAYS)
 def test_half_precision(dtype, config):
-    run(4, 64, 6, 32, 2, config, dtype, has_shared=True)
+    run(4, 64, 6, 32, 2, WAYS[config], dtype, has_shared=True)
 
 
 def in_fp8(experts):
@@ -188,7 +188,7 @@ def in_fp8(experts):
 
 @sampled(
     ("config", "size", "has_shared", "dtype"),
-    ["one by one", "tiles", "swapped"],
+    WAYS,
     [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
     [False, True],
     [torch.float32, torch.bfloat16],
@@ -199,7 +199,7 @@ def test_weights_in_fp8(config, size, has_shared, dtype):
     num_tokens, *rest = size
     if config == "one by one":
         num_tokens = min(num_tokens, 4)
-    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
+    config = WAYS[config]
     x, plain, shared, residual = make_layer(num_tokens, *rest, dtype, has_shared)
     experts = in_fp8(plain)
     if dtype == torch.float32 and random.random() < 0.5:  # large numbers are cut off
@@ -311,9 +311,9 @@ def test_what_comes_in_may_be_normed_already(config):
     torch.testing.assert_close(fused_moe(x, experts, shared, None, config)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [FEW, MANY], ids=["one by one", "tiles"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@sampled(("config", "dtype"), ["one by one", "tiles"], [torch.float32, torch.bfloat16])
 def test_the_next_norm_is_left_half_done(config, dtype):
+    config = WAYS[config]
     x, experts, shared, residual = make_layer(3, 300, 4, 16, 2, dtype, True)
     experts = replace(experts, next_norm=(torch.rand(300) + 0.5).to(dtype))
     assert not isinstance(fused_moe(x, experts, shared, None, config)[0], HalfNormed)

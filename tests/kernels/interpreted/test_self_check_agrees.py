@@ -99,7 +99,10 @@ def test_ours_agree(
 
 
 def test_a_wrong_one_is_found() -> None:
-    wrong = check(QWEN3, "auto", None, rotary_and_cache=lambda *a: TRITON_KERNELS.rotary_and_cache(*a) * 1.02)
+    def wrong_angles(*arguments: Any) -> Any:
+        return TRITON_KERNELS.rotary_and_cache(*arguments) * 1.02
+
+    wrong = check(QWEN3, "auto", None, only="rotary", rotary_and_cache=wrong_angles)
     assert wrong.demoted == ["rotary_and_cache"]
 
 

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from kernel_sweeps import SWEEPS, swept
+from sampled import cases
 from triton.runtime import interpreter
 
 from headrace.kernels.cases import Inputs
@@ -12,14 +13,14 @@ from headrace.kernels.fp8 import Rounding
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SIZES = [(name, size) for name, sweep in SWEEPS.items() for size in sweep.small]
 HAS_FNUZ = "get_fp8e4b8_ty()" in inspect.getsource(interpreter)  # not in 3.6
 FP8 = [torch.float8_e4m3fn] + [torch.float8_e4m3fnuz] * HAS_FNUZ
 pytestmark = pytest.mark.usefixtures("fresh_inputs_and_poisoned_outputs")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("name", "size"), SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"), [case for name, sweep in SWEEPS.items() for case in cases([name], sweep.small, DTYPES)]
+)
 def test_a_kernel_equals_its_reference(name, size, dtype):
     for fp8 in FP8 if "quantize" in name else (None,):
         for error, bound in swept(name, Inputs(dtype, torch.device("cpu"), torch.seed(), fp8), size):
