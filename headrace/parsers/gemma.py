@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
-from headrace.parsers.literals import MAX_DEPTH
+from headrace.parsers.literals import MAX_DEPTH, close, past_commas
 from headrace.parsers.reader import MAX_NAME, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_scalar, json_string
 from headrace.parsers.typed_values import ValueSchema, json_of, parameters_of
@@ -52,7 +52,7 @@ class GemmaCalls:
         """Hand on an object, whose opening brace was read."""
         separator = "{"
         while True:
-            mark = yield from self._end(reader)
+            mark = yield from past_commas(reader, markers(",", "}", "]", *self.closers))
             if mark or reader.ended:
                 break
             key, stop = yield from self._key(reader)
@@ -62,27 +62,19 @@ class GemmaCalls:
             yield calls.arguments(f"{separator}{json_string(key)}: ")
             separator = ", "
             yield from self._value(reader, calls, schema.member(key), depth)
-        yield from _close(reader, calls, mark, "}", "{}" if separator == "{" else "}")
+        yield from close(reader, calls.arguments, mark, "}", "{}" if separator == "{" else "}")
 
     def _array(self, reader: Reader, calls: Calls, schema: ValueSchema, depth: int) -> Steps[None]:
         """Hand on an array, whose opening bracket was read."""
         separator = "["
         for place in itertools.count():
-            mark = yield from self._end(reader)
+            mark = yield from past_commas(reader, markers(",", "}", "]", *self.closers))
             if mark or reader.ended:
                 break
             yield calls.arguments(separator)
             separator = ", "
             yield from self._value(reader, calls, schema.item(place), depth)
-        yield from _close(reader, calls, mark, "]", "[]" if separator == "[" else "]")
-
-    def _end(self, reader: Reader) -> Steps[str]:
-        """Read over commas and white space, and what ends an object or array, if it is there; return that."""
-        mark = ","
-        while mark == ",":
-            yield from reader.space()
-            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
-        return mark
+        yield from close(reader, calls.arguments, mark, "]", "[]" if separator == "[" else "]")
 
     def _key(self, reader: Reader) -> Steps[tuple[str, str]]:
         """Read a key and what ends it."""
@@ -137,11 +129,3 @@ def _bare(text: str, schema: ValueSchema) -> str:
     if text.lower() in _NULLS and (text not in values or None in values):
         return "null"
     return json_of(text, types, values) if types else json_scalar(text) or json_string(text)
-
-
-def _close(reader: Reader, calls: Calls, mark: str, closer: str, text: str) -> Steps[None]:
-    """End an object or array at the mark that was read; one that ends something else is left for that."""
-    if mark != closer:
-        reader.back(mark)
-    if mark or not reader.cut:
-        yield calls.arguments(text)

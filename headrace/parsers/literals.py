@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from headrace.parsers.events import Arguments, Event, Steps
-from headrace.parsers.reader import Reader, markers
+from headrace.parsers.reader import Markers, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_scalar, json_string
 
 LOOK = 256
@@ -189,23 +189,38 @@ def _is_begun_escape(text: str, at: int, closed: bool) -> bool:
     return closed and _BEGUN_CODE.fullmatch(text, at) is not None
 
 
+def past_commas(reader: Reader, closers: Markers) -> Steps[str]:
+    """Read over commas and white space to the next item; returns what ends the items, which is read, if that is there.
+    `closers` has the comma too."""
+    mark = ","
+    while mark == ",":
+        yield from reader.space()
+        mark = yield from reader.accept(closers)
+    return mark
+
+
+def close(reader: Reader, emit: Emit, mark: str, closer: str, text: str) -> Steps[None]:
+    """End a container with `text` at the mark that was read. One that ends something else is left for that."""
+    if mark != closer:
+        reader.back(mark)
+    if mark or not reader.cut:
+        yield emit(text)
+
+
 def _items(reader: Reader, emit: Emit, closer: str, depth: int, strict: bool, first: str = "") -> Steps[None]:
     """Hand on the items of a list, tuple or set after its opening bracket (or after its first item) as an array."""
     yield emit("[" + first)
     separator = ", " if first else ""
     while True:
-        yield from reader.space()
-        mark = yield from reader.accept(_BETWEEN)
-        if mark and mark != ",":
+        mark = yield from past_commas(reader, _BETWEEN)
+        if mark or reader.ended:
             break
-        if reader.ended:
-            break
-        if not mark:
-            if separator:
-                yield emit(separator)
-            separator = ", "
-            yield from literal(reader, emit, _after_item, depth=depth, strict=strict)
-    yield from _close(reader, emit, mark, closer, "]", strict)
+        if separator:
+            yield emit(separator)
+        separator = ", "
+        yield from literal(reader, emit, _after_item, depth=depth, strict=strict)
+    _check_closed(mark, closer, strict)
+    yield from close(reader, emit, mark, closer, "]")
 
 
 def _parentheses(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]:
@@ -230,12 +245,9 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
     """Hand on a dict or a set after its opening brace: the first item's end tells which it is."""
     separator = "{"
     while True:
-        yield from reader.space()
-        mark = yield from reader.accept(_BETWEEN)
-        if (mark and mark != ",") or reader.ended:
+        mark = yield from past_commas(reader, _BETWEEN)
+        if mark or reader.ended:
             break
-        if mark:
-            continue
         key = yield from collected(reader, literal(reader, emit, _after_key, depth=depth, strict=strict))
         yield from reader.space()
         if reader.ended and reader.cut:
@@ -250,20 +262,13 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
         elif strict:
             raise NotALiteralError(key)
         separator = ", "
-    if separator == "{":
-        yield emit("{")
-    yield from _close(reader, emit, mark, "}", "}", strict)
+    _check_closed(mark, "}", strict)
+    yield from close(reader, emit, mark, "}", "{}" if separator == "{" else "}")
 
 
-def _close(reader: Reader, emit: Emit, mark: str, closer: str, json_closer: str, strict: bool) -> Steps[None]:
-    """End an array or object at the bracket that was read. A bracket that fits another one is left for that."""
-    mark = mark.strip(",")  # the text ended behind a comma
-    if mark != closer:
-        if strict:
-            raise NotALiteralError(mark)
-        reader.back(mark)
-    if mark or not reader.cut:
-        yield emit(json_closer)
+def _check_closed(mark: str, closer: str, strict: bool) -> None:
+    if strict and mark != closer:
+        raise NotALiteralError(mark)
 
 
 def collected(reader: Reader, steps: Steps[None]) -> Steps[str]:

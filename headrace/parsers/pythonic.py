@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
 from headrace.parsers.json_calls import JsonCalls
-from headrace.parsers.literals import LOOK, collected, is_literal, literal
+from headrace.parsers.literals import LOOK, close, collected, is_literal, literal, past_commas
 from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_string
 
@@ -74,12 +74,7 @@ def _arguments(reader: Reader, calls: Calls) -> Steps[None]:
     yield from reader.accept(markers("("))
     separator = "{"
     while True:
-        yield from reader.space()
-        mark = yield from reader.accept(markers(",", ")", "]", "}"))
-        if mark == ",":
-            continue
-        if mark in ("]", "}"):  # the parenthesis is missing
-            reader.back(mark)
+        mark = yield from past_commas(reader, markers(",", ")", "]", "}"))
         if mark or reader.ended:
             break
         key = yield from reader.ahead(_key)
@@ -92,8 +87,7 @@ def _arguments(reader: Reader, calls: Calls) -> Steps[None]:
             yield from literal(reader, calls.arguments, _after_argument)
         else:  # a value without a name says nothing that could be passed on
             yield from collected(reader, literal(reader, calls.arguments, _after_argument))
-    if mark or not reader.cut:
-        yield calls.arguments("{}" if separator == "{" else "}")
+    yield from close(reader, calls.arguments, mark, ")", "{}" if separator == "{" else "}")
 
 
 def _skip(reader: Reader, length: int) -> Steps[str]:

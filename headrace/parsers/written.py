@@ -6,7 +6,7 @@ strings here, white space is optional (and may be any other white space) in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -36,14 +36,13 @@ class Tagged:
     """Each argument has a tag; strings are written as they are, other values as JSON."""
 
     before: str
+    """What stands before the key; a string that holds it would be read as two."""
     middle: str
     """What stands between the key and a string."""
     after: str
     """What stands behind a value; `{key}` in it is the key again."""
     middle_json: str | None = None
     """What stands between the key and a value that is not a string, where it tells the two apart."""
-    stops: tuple[str, ...] = ()
-    """What else, besides the tag that follows it, ends a value or the call for the parser: no string may hold it."""
 
 
 @dataclass(frozen=True)
@@ -76,192 +75,88 @@ class Written:
     """Another way, for a tokenizer without these tokens; of answers in channels, another one that models use too."""
 
 
-def _json_call(name: str = "name", arguments: str = "arguments") -> tuple[str, str, str]:
-    return f'{{"{name}": "', f'", "{arguments}": ', "}"
+def _json_call(arguments: str = "arguments") -> tuple[str, str, str]:
+    return '{"name": "', f'", "{arguments}": ', "}"
 
 
-def _in_list(open: str, close: str, name: str = "name", arguments: str = "arguments") -> Written:
+def _in_list(open: str, close: str) -> Written:
     """Calls as objects of one JSON list."""
-    return Written(*_json_call(name, arguments), begin=open, between=", ", end=close)
+    return Written(*_json_call(), begin=open, between=", ", end=close)
 
 
-def _each_in(open: str, close: str, arguments: str = "arguments") -> Written:
+def _each_in(open: str, close: str) -> Written:
     """Each call as a JSON object within tags of its own."""
-    before, middle, after = _json_call(arguments=arguments)
+    before, middle, after = _json_call()
     return Written(open + before, middle, after + close, between="\n")
 
 
-_QWEN_CODER = Written(
-    before="<tool_call>\n<function=",
-    middle=">\n",
-    after="</function>\n</tool_call>",
-    arguments=Tagged(
-        "<parameter=", ">\n", "\n</parameter>\n", stops=("</parameter>", "<parameter=", "</function>", "</tool_call>")
-    ),
-    between="\n",
-)
-_GLM = Written(
-    before="<tool_call>",
-    middle="\n",
-    after="</tool_call>",
-    arguments=Tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("<arg_key>", "</tool_call>")),
-    between="\n",
-)
+def _python(begin: str, end: Markup, between: Markup = ", ", mark: str = "") -> Written:
+    """Calls as Python writes them."""
+    return Written("", "(", ")", Literals("="), begin=begin, between=between, end=end, mark=mark)
 
 
 def _dsml(section: str) -> Written:
     return Written(
-        before='<｜DSML｜invoke name="',
-        middle='">\n',
-        after="</｜DSML｜invoke>\n",
-        arguments=Tagged(
-            '<｜DSML｜parameter name="',
-            '" string="true">',
-            "</｜DSML｜parameter>\n",
-            middle_json='" string="false">',
-            stops=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
-        ),
-        begin=f"<｜DSML｜{section}>\n",
-        end=f"</｜DSML｜{section}>",
-    )
+        '<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n",
+        Tagged('<｜DSML｜parameter name="', '" string="true">', "</｜DSML｜parameter>\n", '" string="false">'),
+        begin=f"<｜DSML｜{section}>\n", end=f"</｜DSML｜{section}>",
+    )  # fmt: skip
 
 
 def _hy(suffix: str, instead: Written | None = None) -> Written:
     return Written(
-        before=f"<tool_call{suffix}>",
-        middle=f"<tool_sep{suffix}>\n",
-        after=f"</tool_call{suffix}>\n",
-        arguments=Tagged(
-            f"<arg_key{suffix}>",
-            f"</arg_key{suffix}>\n<arg_value{suffix}>",
-            f"</arg_value{suffix}>\n",
-            stops=(f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
-        ),
-        begin=f"<tool_calls{suffix}>\n",
-        end=f"</tool_calls{suffix}>",
-        needs=(f"<tool_calls{suffix}>",) if suffix else (),
-        instead=instead,
-    )
+        f"<tool_call{suffix}>", f"<tool_sep{suffix}>\n", f"</tool_call{suffix}>\n",
+        Tagged(f"<arg_key{suffix}>", f"</arg_key{suffix}>\n<arg_value{suffix}>", f"</arg_value{suffix}>\n"),
+        begin=f"<tool_calls{suffix}>\n", end=f"</tool_calls{suffix}>",
+        needs=(f"<tool_calls{suffix}>",) if suffix else (), instead=instead,
+    )  # fmt: skip
 
 
 WRITTEN: dict[str, Written] = {
     "hermes": _each_in("<tool_call>\n", "\n</tool_call>"),
     "llama3_json": Written(*_json_call(arguments="parameters"), between="; ", mark="<|python_tag|>"),
-    "pythonic": Written("", "(", ")", Literals("="), begin="[", between=", ", end="]"),
-    "llama4_pythonic": Written(
-        "",
-        "(",
-        ")",
-        Literals("="),
-        begin="[",
-        between=", ",
-        end=("]", Maybe(("<|python_end|>",))),
-        mark="<|python_start|>",
-    ),
-    "olmo3": Written(
-        "",
-        "(",
-        ")",
-        Literals("="),
-        begin="<function_calls>",
-        between=(Pattern("[ ]{0,4}\\n"),),
-        end="</function_calls>",
-    ),
-    "lfm2": Written("", "(", ")", Literals("="), begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>"),
-    "mistral": Written(
-        "[TOOL_CALLS]",
-        (Maybe(("[CALL_ID]", Pattern("[A-Za-z0-9]{9}"))), "[ARGS]"),
-        "",
-        needs=("[TOOL_CALLS]", "[ARGS]"),
-        instead=_in_list("[TOOL_CALLS] [", "]"),
-    ),
-    "qwen3_coder": _QWEN_CODER,
-    "deepseek_v3": Written(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        between="\n",
-        end="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": Written(
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-    ),
+    "pythonic": _python("[", "]"),
+    "llama4_pythonic": _python("[", ("]", Maybe(("<|python_end|>",))), mark="<|python_start|>"),
+    "olmo3": _python("<function_calls>", "</function_calls>", between=(Pattern("[ ]{0,4}\\n"),)),
+    "lfm2": _python("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    "mistral": Written("[TOOL_CALLS]", (Maybe(("[CALL_ID]", Pattern("[A-Za-z0-9]{9}"))), "[ARGS]"), "",
+                       needs=("[TOOL_CALLS]", "[ARGS]"), instead=_in_list("[TOOL_CALLS] [", "]")),
+    "qwen3_coder": Written("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>",
+                           Tagged("<parameter=", ">\n", "\n</parameter>\n"), between="\n"),
+    "deepseek_v3": Written("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>",
+                           begin="<｜tool▁calls▁begin｜>", between="\n", end="<｜tool▁calls▁end｜>"),
+    "deepseek_v31": Written("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+                            begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>"),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
-    "kimi_k2": Written(
-        "<|tool_call_begin|>functions.",
-        (":", Pattern("0|[1-9][0-9]{0,3}"), " <|tool_call_argument_begin|>"),
-        "<|tool_call_end|>",
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
-    ),
-    "glm45": _GLM,
-    "minimax_m2": Written(
-        before='<invoke name="',
-        middle='">\n',
-        after="</invoke>\n",
-        arguments=Tagged('<parameter name="', '">', "</parameter>\n", stops=("</invoke>", "</minimax:tool_call>")),
-        begin="<minimax:tool_call>\n",
-        end="</minimax:tool_call>",
-    ),
-    "minimax_m3": Written(
-        before=']<]minimax[>[<invoke name="',
-        middle='">',
-        after="]<]minimax[>[</invoke>\n",
-        arguments=Tagged("]<]minimax[>[<", ">", "]<]minimax[>[</{key}>"),
-        begin="]<]minimax[>[<tool_call>\n",
-        end="]<]minimax[>[</tool_call>",
-    ),
+    "kimi_k2": Written("<|tool_call_begin|>functions.",
+                       (":", Pattern("0|[1-9][0-9]{0,3}"), " <|tool_call_argument_begin|>"), "<|tool_call_end|>",
+                       begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>"),
+    "glm45": Written("<tool_call>", "\n", "</tool_call>",
+                     Tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), between="\n"),
+    "minimax_m2": Written('<invoke name="', '">\n', "</invoke>\n", Tagged('<parameter name="', '">', "</parameter>\n"),
+                          begin="<minimax:tool_call>\n", end="</minimax:tool_call>"),
+    "minimax_m3": Written(']<]minimax[>[<invoke name="', '">', "]<]minimax[>[</invoke>\n",
+                          Tagged("]<]minimax[>[<", ">", "]<]minimax[>[</{key}>"),
+                          begin="]<]minimax[>[<tool_call>\n", end="]<]minimax[>[</tool_call>"),
     "hy_v3": _hy(":opensource", instead=_hy("")),
-    "minicpm5": Written(
-        before='<function name="',
-        middle='">',
-        after="</function>",
-        arguments=Tagged('<param name="', '">', "</param>"),
-        between="\n",
-    ),
-    "seed_oss": Written(
-        before="<seed:tool_call>\n<function=",
-        middle=">\n",
-        after="</function>\n</seed:tool_call>",
-        arguments=Tagged("<parameter=", ">", "</parameter>\n", stops=("</function>", "</seed:tool_call>")),
-        between="\n",
-    ),
-    "step3": Written(
-        before='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-        middle='">',
-        after="</steptml:invoke><｜tool_call_end｜>",
-        arguments=Tagged('<steptml:parameter name="', '">', "</steptml:parameter>", stops=("</steptml:invoke>",)),
-        begin="<｜tool_calls_begin｜>",
-        end="<｜tool_calls_end｜>",
-    ),
-    "openai": Written(
-        "<|channel|>commentary to=functions.",
-        " <|constrain|>json<|message|>",
-        "<|call|>",
-        between="<|start|>assistant",
-        instead=Written(
-            " to=functions.",
-            ("<|channel|>commentary", Pattern(" "), Maybe(("<|constrain|>",)), "json<|message|>"),
-            "<|call|>",
-            between="<|start|>assistant",
-        ),
-    ),
+    "minicpm5": Written('<function name="', '">', "</function>", Tagged('<param name="', '">', "</param>"),
+                        between="\n"),
+    "seed_oss": Written("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>",
+                        Tagged("<parameter=", ">", "</parameter>\n"), between="\n"),
+    "step3": Written('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">',
+                     "</steptml:invoke><｜tool_call_end｜>",
+                     Tagged('<steptml:parameter name="', '">', "</steptml:parameter>"),
+                     begin="<｜tool_calls_begin｜>", end="<｜tool_calls_end｜>"),
+    "openai": Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>",
+                      between="<|start|>assistant", instead=Written(
+                          " to=functions.",
+                          ("<|channel|>commentary", Pattern(" "), Maybe(("<|constrain|>",)), "json<|message|>"),
+                          "<|call|>", between="<|start|>assistant")),
     "granite": _in_list("<|tool_call|> [", "]"),
     "granite-20b-fc": _each_in("<function_call> ", ""),
-    "phi4_mini_json": Written(
-        *_json_call(),
-        begin="<|tool_call|>[",
-        between=", ",
-        end="]<|/tool_call|>",
-        needs=("<|tool_call|>", "<|/tool_call|>"),
-        instead=_in_list("functools[", "]"),
-    ),
+    "phi4_mini_json": replace(_in_list("<|tool_call|>[", "]<|/tool_call|>"),
+                              needs=("<|tool_call|>", "<|/tool_call|>"), instead=_in_list("functools[", "]")),
     "internlm": Written('<|action_start|><|plugin|>\n{"name": "', '", "parameters": ', "}<|action_end|>", single=True),
     "jamba": _in_list("<tool_calls>[\n", "\n]</tool_calls>"),
     "xlam": _in_list("[", "]"),
@@ -269,23 +164,14 @@ WRITTEN: dict[str, Written] = {
     "hunyuan_a13b": _in_list("<tool_calls>[", "]</tool_calls>"),
     "gemma4": Written("<|tool_call>call:", "{", "}<tool_call|>", Literals(":", '<|"|>')),
     "functiongemma": Written("<start_function_call>call:", "{", "}<end_function_call>", Literals(":", "<escape>")),
-    "cohere_command3": Written(
-        ('{"tool_call_id": "', Pattern("0|[1-9][0-9]{0,3}"), '", "tool_name": "'),
-        '", "parameters": ',
-        "}",
-        begin="<|START_ACTION|>[\n",
-        between=",\n",
-        end="\n]<|END_ACTION|>",
-    ),
+    "cohere_command3": Written(('{"tool_call_id": "', Pattern("0|[1-9][0-9]{0,3}"), '", "tool_name": "'),
+                               '", "parameters": ', "}", begin="<|START_ACTION|>[\n", between=",\n",
+                               end="\n]<|END_ACTION|>"),
     "longcat": _each_in("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
-    "gigachat3": Written(
-        *_json_call(),
-        begin="<|function_call|>",
-        single=True,
-        needs=("<|function_call|>",),
-        instead=Written(*_json_call(), begin="<|message_sep|>\n\nfunction call<|role_sep|>\n", single=True),
-    ),
+    "gigachat3": Written(*_json_call(), begin="<|function_call|>", single=True, needs=("<|function_call|>",),
+                         instead=Written(*_json_call(), begin="<|message_sep|>\n\nfunction call<|role_sep|>\n",
+                                         single=True)),
     "minimax": Written(*_json_call(), begin="<tool_calls>\n", between="\n", end="\n</tool_calls>"),
     "apertus": Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>"),
-}
+}  # fmt: skip
 """By the name of the format."""

@@ -17,7 +17,8 @@ from headrace.structured_outputs.schema import NUMBERS, checked_schema
 Schema = dict[str, Any]
 MAX_DEPTH = 32
 """How deep references and combinations may lie within each other before there is a value."""
-_NAMING = frozenset(("properties", "patternProperties", "additionalProperties"))
+_NAMES = frozenset(("properties", "patternProperties", "additionalProperties"))
+_ITEMS = frozenset(("items", "prefixItems"))
 _TYPE_OF_KEYWORD = {
     "properties": "object", "patternProperties": "object", "additionalProperties": "object", "required": "object",
     "minProperties": "object", "maxProperties": "object", "items": "array", "prefixItems": "array",
@@ -64,10 +65,7 @@ class Schemas:
         groups += [[self.root["$defs"][schema["$ref"].removeprefix("#/$defs/")]]] if "$ref" in schema else []
         for group in groups:
             options = [option for part in group for option in self.alternatives(part, depth + 1)]
-            try:
-                pairs = [self._both(one, option) for one in found for option in options]
-            except re.error:
-                raise self.refused(schema, "a pattern beside others") from None
+            pairs = (self._both(one, option) for one in found for option in options)
             found = [pair for pair in pairs if pair is not None]
             if len(found) > MAX_WAYS:
                 raise self.refused(schema, f"more than {MAX_WAYS} alternatives at one place")
@@ -78,17 +76,21 @@ class Schemas:
         named, required = schema.get("properties", {}), schema.get("required", [])
         if schema.get("minProperties", 0) > len(required) or schema.get("maxProperties", len(named)) < len(named):
             raise self.refused(schema, "minProperties or maxProperties")
-        if "patternProperties" in schema and (not named or set(required) - set(named)):
+        if "patternProperties" in schema:
             raise self.refused(schema, "patternProperties")
 
     def _both(self, one: Schema, other: Schema) -> Schema | None:
         """What allows what both allow; None, if that is nothing."""
         merged = dict(one)
-        for side, beside in ((one, other), (other, one)):
-            if "patternProperties" in side and beside.keys() & _NAMING and side != beside:
-                raise self.refused(other, "patternProperties beside other properties")
+        for keys in (_NAMES, _ITEMS):
+            if (
+                one.keys() & keys
+                and other.keys() & keys
+                and (one | other).keys() & {"patternProperties", "prefixItems"}
+            ):
+                raise self.refused(other, f"two schemas with {' or '.join(sorted(keys))} at one place")
         for key, value in other.items():
-            if key in ("properties", "prefixItems"):
+            if key == "properties":
                 continue  # see below: what one schema says of others applies to those that the other names too
             if key not in merged or merged[key] == value:
                 merged[key] = value
@@ -112,10 +114,7 @@ class Schemas:
                 raise self.refused(other, f"two different values of {key} at one place")
         names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
         if names:
-            merged["properties"] = {name: _all_of(*_of_name(one, name), *_of_name(other, name)) for name in names}
-        places = range(max(len(side.get("prefixItems", ())) for side in (one, other)))
-        if places:
-            merged["prefixItems"] = [_all_of(_of_place(one, place), _of_place(other, place)) for place in places]
+            merged["properties"] = {name: _all_of(_of_name(one, name), _of_name(other, name)) for name in names}
         described = {*one.get("properties", ())} & {*other.get("properties", ())} & {*merged.get("required", ())}
         if any(not self.alternatives(merged["properties"][name]) for name in described):
             return None  # nothing fits a property that must be there
@@ -128,18 +127,9 @@ def _all_of(*schemas: Any) -> Any:
     return {"allOf": said} if len(said) > 1 else said[0] if said else True
 
 
-def _of_name(schema: Schema, name: str) -> list[Any]:
+def _of_name(schema: Schema, name: str) -> Any:
     """Return what a schema says of a property, whether it names it or not."""
-    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    found = [named[name]] if name in named else []
-    found += [value for pattern, value in patterns.items() if re.search(as_python(pattern), name)]
-    return found or [schema.get("additionalProperties", True)]
-
-
-def _of_place(schema: Schema, place: int) -> Any:
-    """Return what a schema says of the item at a place."""
-    first = schema.get("prefixItems", ())
-    return first[place] if place < len(first) else schema.get("items", True)
+    return schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
 
 
 def _is_empty(merged: Schema) -> bool:

@@ -76,7 +76,7 @@ class TaggedArguments:
         self._tags = tags
         self._before = before
         """What matches the markup before a key."""
-        self._stops = tuple(dict.fromkeys([tags.after.strip(), *tags.stops, *stops]))
+        self._stops = tuple(dict.fromkeys([tags.after.strip(), tags.before, *stops]))
 
     def of(self, schemas: Schemas) -> str:
         """Return what matches arguments that a tool's parameters allow."""

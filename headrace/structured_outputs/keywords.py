@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
-from headrace.structured_outputs.limits import MAX_ONE_OF, MAX_WAYS
+from headrace.structured_outputs.limits import MAX_ONE_OF
 from headrace.structured_outputs.negation import NoComplement, negate
-from headrace.structured_outputs.overlap import TYPES, Resolve, disjoint, named_values, plain
+from headrace.structured_outputs.overlap import Resolve, disjoint, named_values
 from headrace.structured_outputs.references import Placed
 
 NOTES = frozenset(("type", "title", "description", "$comment", "default", "examples"))
@@ -157,39 +154,13 @@ def _property_names(keyword: Keyword) -> list[Any]:
 
 
 def _unique_items(keyword: Keyword) -> list[Any]:
-    """Return arrays that have some of a few values, in their order: of equality grammars know nothing."""
+    """Refuse what grammars cannot hold, which know nothing of equality: items that all differ, if there are several."""
     schema = keyword.schema
     if not isinstance(keyword.value, bool):
         raise keyword.refusal(f"must be true or false, got {quoted(keyword.value)}")
-    least, most = count_of(schema.get("minItems", 0)), count_of(schema.get("maxItems", math.inf))
-    if not keyword.value or most in (0, 1) or "array" not in schema.get("type", "array"):
-        return []
-    values = few_values(keyword.resolve(schema.get("items", True)))
-    if values is None or 2 ** len(values) > MAX_WAYS:
-        most_values = MAX_WAYS.bit_length() - 1
-        raise keyword.refusal(f"is not supported but for items of an enum with up to {most_values} values")
-    lengths = range(least or 0, len(values) + 1 if most is None else min(most, len(values)) + 1)
-    ways: list[Any] = [
-        {"type": "array", "prefixItems": [{"const": one} for one in some], "minItems": count, "maxItems": count}
-        for count in lengths
-        for some in itertools.combinations(values, count)
-    ]
-    if not ways:
-        raise keyword.refusal(f"nothing fits it: {least} items are wanted of {len(values)} values")
-    others = [] if schema.get("type") == "array" else [{"type": [name for name in TYPES if name != "array"]}]
-    return [{"anyOf": [*ways, *others]}]
-
-
-def few_values(schema: Any) -> list[Any] | None:
-    """Return the values, none twice, of a schema that names them, or is boolean or null; None for others."""
-    if not isinstance(schema, Mapping):
-        return None
-    named = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if named is None:
-        named = [True, False] if schema.get("type") == "boolean" else [None] if schema.get("type") == "null" else None
-    if not isinstance(named, list) or any(isinstance(value, list | dict) for value in named):
-        return None
-    return [*{json.dumps(plain(value)): value for value in named}.values()]
+    if keyword.value and count_of(schema.get("maxItems")) not in (0, 1) and "array" in schema.get("type", "array"):
+        raise keyword.refusal("is not supported but for arrays of at most one item")
+    return []
 
 
 REWRITTEN: dict[str, Callable[[Keyword], list[Any]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -114,15 +113,11 @@ def check_size(schema: Mapping[str, Any], path: str) -> None:
             waiting += [(item, depth + 1) for item in value.values()]
         elif isinstance(value, list | tuple):
             waiting += [(item, depth + 1) for item in value]
-        elif not isinstance(value, str | int | float | bool | None):
-            raise RequestError(f"{path} holds {quoted(value)}, which is not JSON", field)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"{path} holds {value}, which is no number of JSON", field)
         elif isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise RequestError(f"{path} holds {quoted(value)}, which is further from 0 than any float", field)
     try:
-        text = json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except (TypeError, UnicodeEncodeError):
-        raise RequestError(f"{path} has a key or a text that is not JSON in UTF-8", field) from None
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{path} is not JSON in UTF-8: {error}", field) from None
     check_text(text, path, MAX_SCHEMA_CHARS)

@@ -46,6 +46,8 @@ COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProper
 NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 PATTERN_CHARS = 20
 """Characters of a pattern that count as one part of a schema: what `not` makes of a pattern may be long."""
+MAX_OPTIONAL = 64
+"""Properties of which one at least may have to be there."""
 MAX_TRIED = 100
 """Parts of a schema that are tried one by one to find which of them llguidance refuses."""
 
@@ -210,7 +212,11 @@ class Rewriter:
                 needed = {*map(str, list_of(schema.get("required", []), where))}
                 if keyword == "minProperties" and value <= len(needed):
                     return
-                if object_of(schema.get("properties", {}), where).keys() - needed:
+                optional = object_of(schema.get("properties", {}), where).keys() - needed
+                if keyword == "minProperties" and value == len(needed) + 1 and 0 < len(optional) <= MAX_OPTIONAL:
+                    found["anyOf"] = [{"required": [name]} for name in sorted(optional)]
+                    return
+                if optional:
                     raise self._refuse(path, keyword, "is not supported beside properties that may be left out")
         elif keyword in NUMBERS:
             if isinstance(value, bool) or not isinstance(value, int | float):

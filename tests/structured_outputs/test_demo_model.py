@@ -23,7 +23,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
     "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
-    "different items": {"type": "array", "items": {"enum": [*"abcdef"]}, "minItems": 3, "uniqueItems": True},
     "any of": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
     "one of": {
         "type": "object",

@@ -42,7 +42,6 @@ class Order(BaseModel):
     amount: Annotated[int, Field(multiple_of=5, ge=5, le=100)]
     price: decimal.Decimal
     color: Color | None = None
-    days: set[Literal["mo", "tu", "we", "th", "fr", "sa", "su"]] = set()
     pair: tuple[int, str] | None = None
     by_day: dict[datetime.date, float] = {}
     by_id: dict[uuid.UUID, Color] = {}
@@ -67,7 +66,6 @@ USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
                 "amount": 5,
                 "price": "1.50",
                 "color": "red",
-                "days": ["mo", "su"],
                 "pair": [1, "x"],
                 "by_day": {"2024-02-28": 1.5},
                 "by_id": {UUID: "blue"},
