@@ -147,6 +147,28 @@ def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: in
         yield from cases.rotary_and_cache((table, tokens.positions), pairs, bound)
 
 
+def _latents(make: Inputs, heads: int, nope: int, rope: int, latent: int, blocks: int) -> Cases:
+    """In caches of a layer's own and in an arena, of 16 bits and of fp8."""
+    table, arena = _rope_table(make, 4096, rope), make.random(blocks, 3, 1, 4, 1, rope + latent)
+    scale, view = torch.tensor([0.02, 7.0], device=make.device), arena[:, 1].transpose(0, 1)
+    for cache, kv_scale in (
+        (make.random(1, blocks, 4, 1, rope + latent), None),
+        (view, None),
+        (view.to(make.fp8), scale),
+    ):
+        for interleaved in (False, True):
+            weight = make.random(latent)
+            bound = 2 * ROUNDED[make.dtype] if kv_scale is None else cases.ROUNDED_FP8
+            yield from cases.latent_rotary_and_cache(
+                make, heads, nope, weight.float() * 1.001 if interleaved else weight, EPS, partial(_pair, table), 4096,
+                cache, bound, kv_scale, interleaved, interleaved,
+            )  # fmt: skip
+
+
+def _pair(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return table, positions
+
+
 def _layers_of_experts(
     make: Inputs, tokens: int, count: int, top_k: int, hidden: int, width: int, shared: bool
 ) -> Cases:
@@ -269,6 +291,10 @@ SWEEPS: dict[str, Sweep] = {
          (2, 2, 96, 96, False, 4)],
         [(32, 8, 128, 128, False, 36), (16, 8, 128, 128, True, 36), (12, 2, 64, 64, False, 36),
          (8, 4, 8, 8, False, 36), (5, 5, 80, 32, True, 36), (6, 1, 96, 96, False, 36)],
+    ),
+    "latent_rotary_and_cache": Sweep(
+        _latents, [(4, 16, 8, 24, 4), (3, 5, 4, 40, 4), (40, 8, 8, 16, 4)],
+        [(16, 128, 64, 512, 36), (128, 128, 64, 512, 36), (20, 192, 64, 512, 36), (5, 24, 8, 40, 36)],
     ),
     "copy_words": Sweep(cases.copy_words, _FEW, _MANY),
     "scatter_words": Sweep(cases.scatter_words, _FEW, _MANY),

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from headrace.attention.backend import Backend
 
 
+WIDEST_LATENT = 512
+"""what registers hold the sums of"""
+
+
 @dataclass(frozen=True)
 class BackendEntry:
     """Describes one backend."""
@@ -46,8 +50,6 @@ def _common_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
     if not spec.causal:
         reasons.append("attends over a cache, to what came before alone: not to keys that come later")
-    if spec.latent_dim is not None and spec.quantized_cache:
-        reasons.append(f"keeps no latents in {spec.kv_cache_dtype}")
     if spec.num_heads % spec.num_kv_heads:
         reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     return reasons
@@ -57,10 +59,12 @@ def _triton_reasons(spec: AttentionSpec) -> list[str]:
     reasons = _common_reasons(spec)
     if spec.device_type != "cuda":
         reasons.append(f"runs on GPUs, not on {spec.device_type}")
-    if spec.head_dim > 256:
+    if spec.latent_dim is None and spec.head_dim > 256:
         reasons.append(f"head_dim {spec.head_dim} is over 256")
-    if spec.latent_dim is not None:
-        reasons.append("knows no latents in place of keys and values")
+    if spec.latent_dim is not None and spec.latent_dim > WIDEST_LATENT:
+        reasons.append(f"latents of {spec.latent_dim} numbers are over {WIDEST_LATENT}")
+    if spec.latent_dim is not None and spec.batch_invariant:
+        reasons.append("batch invariance: latents are projected by the vendor's library")
     return reasons
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
+from headrace.kernels.latent import LatentHeads, latent_attention_reference
 
 GROUP_COST = 60_000
 """nanoseconds that one more group costs in a layer"""
@@ -111,6 +112,26 @@ class TorchSdpa:
                 # padding repeats a request's last token with that token's own mask, so whoever writes last is right
                 out[group.tokens] = self._attend(group, q[group.tokens], kv_cache, spec, kv_scale, sinks)
         return out
+
+    def latent(
+        self,
+        q: Tensor,
+        heads: LatentHeads,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        absorbed, turned = heads.absorb(q), q[..., heads.nope_dim :]
+        if chosen is None:
+            both = torch.cat((turned, absorbed), dim=-1)
+            attended = self.forward(both, kv_cache, metadata, spec, kv_scale)
+        else:
+            sequences = metadata.sequences(spec.group)
+            attended = latent_attention_reference(absorbed, turned, kv_cache, sequences, spec.scale, kv_scale, chosen)
+        return heads.values(attended, out)
 
     def _placed(self, group: _Group, kv_cache: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> _Group:
         """Return the group with memory to gather into."""

@@ -24,6 +24,8 @@ from headrace.kernels.attention_config import (
 )
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
+from headrace.kernels.latent import LatentHeads, latent_attention
+from headrace.kernels.latent_config import plan_latent
 from headrace.kernels.launch import Recording, recorded
 from headrace.kernels.paged import Sequences
 
@@ -144,6 +146,35 @@ class TritonAttention:
             q, k, v, cos_sin, kv_cache, sequences, tickets, spec.scale, config, splits, spec.sliding_window, q_norm,
             k_norm, eps, kv_scale, out, sinks, spec.chunked, spec.soft_cap, spec.interleaved, temperature,
         )  # fmt: skip
+
+    def latent(
+        self,
+        q: Tensor,
+        heads: LatentHeads,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        num_chosen = None if chosen is None else chosen.shape[1]
+        plan = metadata.plan.get(("latent", spec, num_chosen))
+        if plan is None:
+            decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
+            sizes = spec.num_heads, tile_element_size(q, kv_cache), DEVICE_FAMILY, multiprocessor_count(q.device)
+            plan = plan_latent(
+                metadata.num_reqs, metadata.num_tokens, decodes, metadata.max_seq_len, *sizes, num_chosen
+            )
+            metadata.plan["latent", spec, num_chosen] = plan
+        absorbed, turned, sequences = heads.absorb(q), q[..., heads.nope_dim :], metadata.sequences(spec.group)
+        attended = torch.empty_like(absorbed)
+        for how, first, end in ((plan.decode, 0, plan.num_decodes), (plan.chunk, plan.num_decodes, metadata.num_reqs)):
+            if how is not None:
+                latent_attention(
+                    absorbed, turned, kv_cache, sequences, spec.scale, how, kv_scale, chosen, first, end, attended
+                )
+        return heads.values(attended, out)
 
 
 def _sizes(spec: AttentionSpec, q: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, str, int]:

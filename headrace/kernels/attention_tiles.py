@@ -113,6 +113,17 @@ def load_tile(
 
 
 @triton.jit
+def weigh(scores, row_max, row_sum, MASKED: tl.constexpr):
+    """Return the weights of a tile of scores [rows, BLOCK_N], the factor # [rows] for what was summed up before, and
+    the rows' new largest score and sum of exponentials. MASKED: scores may all be -inf."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    return weights, decay, new_max, row_sum * decay + tl.sum(weights, axis=1)
+
+
+@triton.jit
 def fold_tile(
     q,
     acc,
@@ -140,11 +151,7 @@ def fold_tile(
             behind = (row_position[:, None] - position[None, :]).to(tl.uint32)
             visible = behind <= (row_position - row_first)[:, None].to(tl.uint32)
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(row_max - shift)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    weights, decay, row_max, row_sum = weigh(scores, row_max, row_sum, MASKED)
     weights = weights.to(q.dtype)
     if PAIRS:
         even, odd = split_pairs(value, cache_type)
@@ -153,7 +160,7 @@ def fold_tile(
         acc = (even, odd)
     else:
         acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
-    return acc, new_max, row_sum
+    return acc, row_max, row_sum
 
 
 @triton.jit

@@ -272,6 +272,31 @@ def rotary_and_cache(angles: tuple[Tensor | None, Tensor | None], tokens: NewTok
     yield Case(partial(tokens.rotate, angles), bound)
 
 
+def latent_rotary_and_cache(
+    make: Inputs, heads: int, nope: int, weight: Tensor, eps: float, angles: Callable[[Tensor], Any], positions: int,
+    cache: Tensor, bound: float, kv_scale: Tensor | None = None, interleaved: bool = False, heated: bool = False,
+) -> Cases:  # fmt: skip
+    """Make tokens as `new_tokens` does, whose queries and keys lie in one tensor. `weight` is that of the norm,
+    `angles` makes what kernels take of positions, `heated` multiplies queries by a temperature."""
+    count = min(40, positions, cache.shape[1] * cache.shape[2])
+    latent, rope = weight.shape[0], cache.shape[4] - weight.shape[0]
+    width = heads * (nope + rope)
+    projected, slots = make.random(count, width + latent + rope), make.some_of(count, cache.shape[1] * cache.shape[2])
+    slots[count // 2] = -1
+    given, temperature = angles(make.integers(0, positions, count)), make.uniform(count) + 1 if heated else None
+
+    def run(kernel: Kernel) -> Any:
+        layout = cache.size(), cache.stride(), cache.storage_offset()
+        memory, both = cache.new_empty(0).set_(cache.untyped_storage()).clone(), projected.clone()
+        own, q = memory.as_strided(*layout), both[:, :width].view(count, heads, -1)
+        out = kernel(q, both[:, width:], weight, eps, *given, own, slots, kv_scale, interleaved, temperature)
+        found = written(own, slots)
+        own.view(torch.uint8).zero_()
+        return out, both, *found, bits(memory)
+
+    yield Case(run, bound)
+
+
 # ---- around the step
 
 

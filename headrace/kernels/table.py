@@ -18,6 +18,7 @@ from headrace.kernels import (
     filter,
     fp8,
     gated_delta,
+    latent_cache,
     logsumexp,
     moe,
     narrow,
@@ -37,6 +38,7 @@ MODULES = {
     narrow: ("narrow_linear",),
     qk_norm: ("qk_squares", "qk_norm"),
     rotary: ("step_angles", "rotary_and_cache"),
+    latent_cache: ("latent_rotary_and_cache",),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
     sampling: ("mask_tokens", "best_token", "gumbel_argmax"),
     filter: ("filter_floor",),
@@ -65,6 +67,7 @@ class KernelTable:
     qk_norm: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
+    latent_rotary_and_cache: Callable[..., Tensor]
     copy_words: Callable[[Tensor, Tensor], None]
     scatter_words: Callable[[Tensor, Tensor, Tensor], None]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention, QKNorm
 from headrace.layers.gated_delta_net import GatedDeltaNet
+from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
@@ -81,18 +82,22 @@ class Subject:
         """Return one attention layer of each kind."""
         return list({layer.spec: layer for layer in reversed(self.layers(Attention))}.values())
 
+    def latent_layers(self) -> list[LatentAttention]:
+        """Return one layer of latent attention of each kind."""
+        return list({layer.spec: layer for layer in reversed(self.layers(LatentAttention))}.values())
+
     def drop_fused_decode(self) -> None:
         """Let all layers decode by separate kernels from now on."""
         for layer in self.layers(Attention):
             layer.decode = None
 
-    def cache(self, layer: Attention, num_blocks: int) -> Tensor:
+    def cache(self, layer: Attention | LatentAttention, num_blocks: int) -> Tensor:
         """Return a cache like that of `layer`, filled with zeros."""
         cache = allocate_alone(self.shape, self.shape.specs.index(layer.spec), num_blocks, self.device)
         assert cache is not None
         return cache
 
-    def rope(self, layer: Attention) -> Tensor | None:
+    def rope(self, layer: Attention | LatentAttention) -> Tensor | None:
         """Return the table of rotary angles of a layer # [positions, rotary_dim]; None: it is not rotated."""
         return next((rotary.cos_sin for rotary in self.layers(Rotary) if rotary.turns == layer.turns), None)
 
@@ -130,8 +135,9 @@ def _check(subject: Subject, name: str, switch: Switch, runs: list[Case]) -> Che
         if name != "step_angles":
             return "it"
         others = switches(subject.kernels)  # the angles that the reference makes are read by references alone
-        if "rotary_and_cache" in others:
-            others["rotary_and_cache"].demote()
+        for reader in ("rotary_and_cache", "latent_rotary_and_cache"):
+            if reader in others:
+                others[reader].demote()
         subject.drop_fused_decode()
         return "it, and rotary_and_cache and decode_attention by what reads its angles"
 
@@ -254,6 +260,19 @@ def _rotary_and_cache(subject: Subject) -> Cases:
         yield from cases.rotary_and_cache(angles, tokens, cache_bound(subject, ROUNDED))
 
 
+def _latent_rotary_and_cache(subject: Subject) -> Cases:
+    for layer in subject.latent_layers():
+        table, mixer = subject.rope(layer), layer.mixer
+        assert table is not None
+        cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
+        norm, bound = layer.kv_a_layernorm, cache_bound(subject, ROUNDED)
+        angles = partial(subject.kernels.step_angles, table)
+        yield from cases.latent_rotary_and_cache(
+            subject.inputs, layer.spec.num_heads, mixer.nope_dim, norm.weight, norm.eps, angles, subject.positions,
+            cache, bound, cache_scale(subject), layer.spec.interleaved, layer.heated,
+        )  # fmt: skip
+
+
 def _prepare_batch(subject: Subject) -> Cases:
     size = subject.shape.block_size
     return cases.prepare_batch(subject.inputs, (1, 1, 24, 3 * size + 1), (0, 2 * size - 1, size + 1, 0), size)
@@ -291,6 +310,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "qk_norm": _qk_norm,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
+    "latent_rotary_and_cache": _latent_rotary_and_cache,
     "copy_words": lambda subject: cases.copy_words(subject.inputs, 6000),
     "scatter_words": lambda subject: cases.scatter_words(subject.inputs, 1500),
     "prepare_batch": _prepare_batch,

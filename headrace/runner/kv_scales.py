@@ -17,6 +17,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.distributed.mesh import Group
 from headrace.kernels._triton import fp8_dtype
 from headrace.layers.attention import Attention
+from headrace.layers.latent_attention import LatentAttention
 from headrace.model_config import ModelConfig
 from headrace.runner.kv_cache import CacheShape, allocate_alone
 
@@ -58,8 +59,9 @@ class Calibration:
     device: torch.device
 
     def scales(self) -> list[Tensor]:
-        """Return each layer's scales # [2] (K, V) float32, where the kernels read them."""
-        layers = [layer for layer in self.model.modules() if isinstance(layer, Attention)]
+        """Return each layer's scales # [2] (K, V; latents have the first alone) float32, where the kernels read
+        them."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, Attention | LatentAttention)]
         return [layer.kv_scale for layer in layers if layer.kv_scale is not None]
 
     @torch.inference_mode()

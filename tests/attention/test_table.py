@@ -41,9 +41,9 @@ def test_a_forced_backend_in_any_case():
         (GPU, "FLASHINFER", ["FLASHINFER", "unknown", "TRITON_ATTN, TORCH_SDPA"]),
         (replace(GPU, num_heads=30), None, ["no attention backend", "30 query heads are no multiple of 8"]),
         (
-            replace(CPU, num_kv_heads=1, latent_dim=80, kv_cache_dtype="fp8_e4m3"),
+            replace(GPU, num_kv_heads=1, latent_dim=80, batch_invariant=True),
             None,
-            ["keeps no latents in fp8_e4m3"],
+            ["TRITON_ATTN: batch invariance: latents", "TORCH_SDPA: batch invariance"],
         ),
         (replace(CPU, causal=False), None, ["no attention backend", "TORCH_SDPA: attends over a cache", "come later"]),
     ],
@@ -85,9 +85,16 @@ def test_torch_serves_batch_invariance_only_where_tokens_run_one_at_a_time():
 
 
 def test_one_layer_that_triton_cannot_serve_decides_for_all():
-    chosen = select_backend([GPU, None, replace(GPU, num_kv_heads=1, latent_dim=80)])
+    chosen = select_backend([GPU, None, replace(GPU, head_dim=512)])
     assert chosen.name == "TORCH_SDPA"
-    assert chosen.passed_over == ["TRITON_ATTN: knows no latents in place of keys and values"]
+    assert chosen.passed_over == ["TRITON_ATTN: head_dim 512 is over 256"]
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_triton_serves_latents_beside_keys_and_values(kv):
+    latent = replace(GPU, num_kv_heads=1, head_dim=576, latent_dim=512, kv_cache_dtype=kv)
+    assert select_backend([replace(GPU, kv_cache_dtype=kv), None, latent]).name == "TRITON_ATTN"
+    assert "latents of 1024 numbers" in select_backend([replace(latent, latent_dim=1024)]).passed_over[0]
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])

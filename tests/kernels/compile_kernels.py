@@ -22,6 +22,8 @@ from headrace.kernels import (
     fp8_cache,
     gated_delta,
     gemm,
+    latent,
+    latent_cache,
     logsumexp,
     matmul,
     moe,
@@ -41,6 +43,7 @@ from headrace.kernels import (
 )
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
+from headrace.kernels.latent_config import plan_latent
 from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, loads_before_it_waits, spills, use_target
 from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
@@ -156,6 +159,35 @@ def compile_decode(family):
         config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
         decode.decode_attention(q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits)
         report(f"decode {dtype} head_dim {head_dim} requests {requests}", decode._decode_kernel, known)
+
+
+def compile_latents(target):
+    """Attention over latents of DeepSeek's size, whole and of chosen keys, by heads of every number of rows, and what
+    writes them; of 16-bit and fp8 caches."""
+    family = TARGETS[target][0].backend
+    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    known = set()
+    for dtype, cache_dtype, heads in grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20)):
+        cache = torch.zeros(1, 4, 16, 1, 576).to(cache_dtype or dtype)
+        size = 1 if cache_dtype is not None and dtype.itemsize == 2 else dtype.itemsize
+        label = f"latents {cache_dtype or dtype} {heads} heads"
+        q, numbers, scale = torch.zeros(64, heads, 192, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.ones(2)
+        absorbed, turned = torch.zeros(64, heads, 512, dtype=dtype), q[..., 128:]
+        for chosen in (None, torch.zeros(64, 2048, dtype=torch.int32)):
+            for decodes, tokens in ((16, 16), (0, 64)):
+                plan = plan_latent(
+                    16, tokens, decodes, 1 << 17, heads, size, family, 132, None if chosen is None else 2048
+                )
+                how = plan.decode if decodes else plan.chunk
+                latent.latent_attention(
+                    absorbed[:tokens], turned[:tokens], cache, SEQUENCES, 1.0, how, scale, chosen, 0, 16
+                )
+                report(f"{label} {how.config} {'all' if chosen is None else 'chosen'}", latent._latent_kernel, known)
+        kv = torch.zeros(64, 576, dtype=dtype)
+        latent_cache.latent_rotary_and_cache(
+            q, kv, kv[0, :512], 1e-6, torch.zeros(8, 64), numbers, cache, numbers, scale, True
+        )
+        report(f"{label} write", latent_cache._latent_cache_kernel, known)
 
 
 def compile_fp8_cache(target):
@@ -422,6 +454,7 @@ if __name__ == "__main__":
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_soft_caps(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
+    compile_latents(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
     compile_tiled(TARGETS[sys.argv[1]][0].backend)
     compile_experts(sys.argv[1])

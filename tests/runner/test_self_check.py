@@ -127,7 +127,7 @@ def test_kernels_that_agree_stay(settings: dict[str, Any], monkeypatch: pytest.M
     sorted(
         set(KERNEL_CASES)
         - {"fused_moe", "fp8_linear", "narrow_linear", "widen_tiled", "gated_delta_step", "gated_delta_scan"}
-        - {"layer_norm", "qk_norm", "qk_squares"}  # of which the demo model has none
+        - {"layer_norm", "qk_norm", "qk_squares", "latent_rotary_and_cache"}  # of which the demo model has none
     ),
 )
 def test_a_broken_kernel_is_demoted_and_it_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_broken_kernel_is_demoted_and_it_alone(name: str, monkeypatch: pytest.
     assert "disagrees with its reference" in said[0]
     assert "is replaced by it" in said[0]
     replaced = {one for one, switch in switches(worker.kernels).items() if switch.call is switch.reference}
-    reads_its_angles = {"rotary_and_cache"} if name == "step_angles" else set()
+    reads_its_angles = {"rotary_and_cache", "latent_rotary_and_cache"} if name == "step_angles" else set()
     assert replaced == {name} | reads_its_angles
 
 
