@@ -217,9 +217,8 @@ def main() -> int:
     parser.add_argument("--shard", help="I/N: every N-th check from the I-th; default: all, a process a core")
     parser.add_argument("--smoke", action="store_true", help="attention at tiny sizes on the CPU")
     options = parser.parse_args()
-    if options.smoke:
-        return 0 if run_checks(0, 1, smoke=True) else 1
-    good = run_checks(*map(int, options.shard.split("/"))) if options.shard else run_all_checks()
+    shard, of = map(int, (options.shard or "0/1").split("/"))
+    good = run_checks(shard, of, options.smoke) if options.smoke or options.shard else run_all_checks()
     return 0 if good else 1
 
 

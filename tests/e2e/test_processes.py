@@ -64,7 +64,10 @@ def test_a_closed_terminal_stops_and_output_that_nobody_reads_harms_nobody() -> 
         gone(everything)
 
 
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.4), (signal.SIGINT, 1.5)])
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 1.5), pytest.param(signal.SIGINT, 0.4, marks=pytest.mark.slow)],
+)
 def test_stop_while_starting(number: int, seconds: float) -> None:
     with Serve(wait=False) as server:
         server.wait_for("loading demo")

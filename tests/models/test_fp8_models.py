@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from driver import Driver, make_context
-from tiny_configs import CASES, save_tiny_model
+from tiny_configs import ALIKE, CASES, save_tiny_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -151,7 +151,14 @@ def logits_of(model: torch.nn.Module) -> Tensor:
     return model(PROMPTS).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("architecture", "variant"), [case for case in CASES if case[1] != "longrope"])
+@pytest.mark.parametrize(
+    ("architecture", "variant"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[0] in ALIKE else ())
+        for case in CASES
+        if case[1] != "longrope"
+    ],
+)
 def test_every_family_is_rounded_as_its_linears_are(architecture: str, variant: str, tmp_path: Path) -> None:
     """Logits are those of transformers, there too rounded: a layer that differs in what it rounds, or by which scale,
     makes another model. But for a number halfway between two of e4m3, which falls to either side and moves all behind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.advice.explain.explain import explain
@@ -9,6 +11,7 @@ from headrace.advice.explain.findings import Finding
 from headrace.planner.chips import find_chip
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
+from tests.sampled import sampled
 
 
 def memory(text: str, gpu: str) -> Finding:
@@ -21,12 +24,17 @@ MODELS = ["llama-3.1-8b", "llama-3.1-70b", "llama-4-scout", "llama-4-maverick", 
           "qwen3-235b-a22b", "deepseek-r1", "deepseek-v3.2", "gpt-oss-120b", "gemma-3-27b"]  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["headrace", "vllm"])
-@pytest.mark.parametrize("objective", ["latency", "throughput"])
-@pytest.mark.parametrize(("gpu", "count"), [("h200", 8), ("mi300x", 8), ("mi300x", 1)])
-@pytest.mark.parametrize("model", MODELS)
-def test_planned_lines_fit(model: str, gpu: str, count: int, objective: str, engine: str) -> None:
-    plan = make_plan(PlanRequest(model=model, gpu=gpu, num_gpus=count, objective=objective, engine=engine))
+WISHES = [
+    {"gpu": gpu, "num_gpus": count, "objective": objective, "engine": engine}
+    for gpu, count in (("h200", 8), ("mi300x", 8), ("mi300x", 1))
+    for objective in ("latency", "throughput")
+    for engine in ("headrace", "vllm")
+]
+
+
+@sampled(("model", "wish"), MODELS, WISHES)
+def test_planned_lines_fit(model: str, wish: dict[str, Any]) -> None:
+    plan, gpu = make_plan(PlanRequest(model=model, **wish)), wish["gpu"]
     for command in plan.commands:
         for line in command.lines:
             for whole in explain(line, find_chip(gpu)):

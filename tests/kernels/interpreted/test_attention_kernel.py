@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from arena import in_arena
-from sampled import sampled
 
 from headrace.attention import triton_attn
 from headrace.attention.metadata import AttentionMetadata
@@ -17,6 +16,7 @@ from headrace.kernels import attention_config
 from headrace.kernels.attention import COMBINED, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
 from headrace.kernels.paged import Sequences
+from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = AttentionConfig(16, 16, 4, 1)

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 from arena import error, in_arena, neighbours_are_untouched
-from sampled import sampled
 from test_attention_kernel import any_sinks, forget_behind_window
 
 from headrace.kernels.attention_config import AttentionConfig, plan_decode
 from headrace.kernels.decode import decode_attention, decode_attention_reference
 from headrace.kernels.paged import Sequences
+from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 LENGTHS = [1, 0, 5, 37, 64, 17]

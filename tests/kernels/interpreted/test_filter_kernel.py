@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from sampled import sampled
 
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
+from tests.sampled import sampled
 
 INF = float("inf")
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from arena import in_arena, neighbours_are_untouched
-from sampled import sampled
 from test_attention_kernel import BATCHES, SMALL, any_sinks, forget_behind_window, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
@@ -18,6 +17,7 @@ from headrace.kernels.fp8_cache import UnpackedCache, unpack
 from headrace.kernels.paged import Sequences
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
+from tests.sampled import sampled
 
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from arena import error
-from sampled import sampled
 
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
 from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
+from tests.sampled import sampled
 
 CONFIGS = [
     GemmConfig(1, 4, 32, 4),

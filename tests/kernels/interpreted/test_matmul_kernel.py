@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from sampled import sampled
 
 from headrace.kernels import matmul as module
 from headrace.kernels.matmul import Tile, matmul, matmul_reference, num_parts
+from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

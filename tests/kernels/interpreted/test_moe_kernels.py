@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampled import sampled
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
@@ -15,6 +14,7 @@ from headrace.kernels.moe_route import Scoring, max_tiles, route, route_referenc
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 from headrace.kernels.tiled import tile
 from tests.kernels.packed_weights import OF_EXPERTS, random_packed
+from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampled import sampled
 from test_attention_kernel import any_sinks
 
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
 from headrace.kernels.batch import prepare_batch, prepare_batch_reference
 from headrace.kernels.paged import Sequences
+from tests.sampled import sampled
 
 SMALL = AttentionConfig(16, 16, 4, 1)
 HEADS = (4, 2, 8)

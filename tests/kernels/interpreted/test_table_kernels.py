@@ -5,12 +5,12 @@ import inspect
 import pytest
 import torch
 from kernel_sweeps import SWEEPS, swept
-from sampled import cases
 from triton.runtime import interpreter
 
 from headrace.kernels.cases import Inputs
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
+from tests.sampled import cases
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HAS_FNUZ = "get_fp8e4b8_ty()" in inspect.getsource(interpreter)  # not in 3.6

@@ -1,8 +1,12 @@
 """Long sweeps, of which `make test` runs a few cases."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import random
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,13 +14,13 @@ RNG = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 """Processes that share the tests make the same choice."""
 
 
-def cases(*axes):
+def cases(*axes: Collection[Any]) -> list[Any]:
     """All combinations of `axes`, of which as many run as the longest axis has values: every value comes up, in other
     company each time. The others are slow."""
     drawn = [RNG.sample(range(len(axis)), len(axis)) for axis in axes]
     chosen = {tuple(order[place % len(order)] for order in drawn) for place in range(max(map(len, axes)))}
 
-    def case(combination):
+    def case(combination: tuple[tuple[int, Any], ...]) -> Any:
         places, values = zip(*combination, strict=True)
         marks = [] if places in chosen else [pytest.mark.slow]
         return pytest.param(*values, id="-".join(str(value).removeprefix("torch.") for value in values), marks=marks)
@@ -24,5 +28,5 @@ def cases(*axes):
     return [case(one) for one in itertools.product(*map(enumerate, axes))]
 
 
-def sampled(names, *axes):
+def sampled(names: Sequence[str], *axes: Collection[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, cases(*axes))
