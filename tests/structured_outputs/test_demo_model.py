@@ -1,9 +1,10 @@
 """The demo model, which knows no JSON, held to schemas and grammars: whatever it finishes fits."""
 
 import json
+import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -37,6 +38,89 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+NAMES = {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 4}
+BOUNDED: dict[str, dict[str, Any]] = {
+    "a list of objects": {
+        "type": "array",
+        "maxItems": 3,
+        "items": {
+            "type": "object",
+            "properties": {"name": SHORT, "tags": NAMES},
+            "required": ["name", "tags"],
+            "additionalProperties": False,
+        },
+    },
+    "objects in objects": {
+        "type": "object",
+        "properties": {
+            "place": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 30}, "kind": {"enum": ["town", "a village"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+            "on": {"type": ["boolean", "null"]},
+        },
+        "required": ["place", "on"],
+        "additionalProperties": False,
+    },
+    "a choice": {
+        "anyOf": [NAMES, {"type": "string", "maxLength": 100}, {"type": "integer", "minimum": 0, "maximum": 99}]
+    },
+    "references": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/names"}, "b": {"$ref": "#/$defs/names"}},
+        "required": ["b"],
+        "additionalProperties": False,
+        "$defs": {"names": NAMES},
+    },
+    "a tuple": {"type": "array", "prefixItems": [SHORT, {"type": "boolean"}, NAMES], "items": False, "minItems": 3},
+}
+"""Schemas all of whose strings and arrays have a largest length"""
+MAX_TOKENS = 480
+"""What the demo model's context leaves"""
+
+
+def longest(schema: Any, root: dict[str, Any]) -> float:
+    """Characters of the longest text without whitespace that a schema allows: infinite, where it has no bound (or where
+    it refers to itself, or says so in another way than those of BOUNDED). A number's digits, which nothing bounds, are
+    taken for few."""
+    if "$ref" in schema:
+        return longest(root.get("$defs", {}).get(schema["$ref"].removeprefix("#/$defs/"), {}), root)
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else None):
+        return max(len(json.dumps(choice)) for choice in choices)
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        return max(longest(one, root) for one in alternatives)
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return max(longest({**schema, "type": one}, root) for one in kind)
+    if kind == "array":
+        first = schema.get("prefixItems", [])
+        most = schema.get("maxItems", len(first) if schema.get("items") is False else math.inf)
+        items = [longest(one, root) for one in first]
+        rest = longest(schema["items"], root) if most > len(items) and isinstance(schema.get("items"), dict) else 0
+        return 2 + sum(one + 1 for one in items) + (max(0, most - len(items)) * (rest + 1))
+    if kind == "object" and schema.get("additionalProperties") is False and "patternProperties" not in schema:
+        return 2 + sum(len(name) + 4 + longest(one, root) for name, one in schema.get("properties", {}).items())
+    of_kind = {"string": schema.get("maxLength", math.inf) + 2, "boolean": 5, "null": 4, "integer": 20, "number": 20}
+    return of_kind.get(kind, math.inf)
+
+
+def shared_bounded() -> dict[str, dict[str, Any]]:
+    """Those of the shared schemas whose longest text has room in MAX_TOKENS, and that are not refused."""
+    found = {}
+    for row in rows("json-schemas/schemas.jsonl"):
+        try:
+            bound = longest(row["schema"], row["schema"])
+            of_params(StructuredOutputsParams(json=row["schema"]), {})
+        except (RequestError, RecursionError):
+            continue
+        if bound < MAX_TOKENS / 2:
+            found[row["id"]] = row["schema"]
+    assert len(found) >= 5, found
+    return found
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM("demo", device="cpu", cpu_threads=1) as llm:
@@ -59,6 +143,24 @@ def test_finished_answers_are_valid(llm: LLM, name: str) -> None:
         jsonschema.validate(json.loads(answer.text), SCHEMAS[name])
         assert answer.logprobs is not None
         assert len(answer.logprobs) == len(answer.token_ids)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("schemas", [lambda: BOUNDED, shared_bounded], ids=["ours", "shared"])
+def test_answers_to_bounded_schemas_end_by_themselves(
+    llm: LLM, schemas: Callable[[], dict[str, dict[str, Any]]], seed: int
+) -> None:
+    """With whitespace as it is by default: a model may write some wherever JSON allows it, and must come to an end."""
+    wanted = schemas()
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, seed=seed, n=3, structured_outputs=StructuredOutputsParams(json=schema))
+        for schema in wanted.values()
+    ]
+    outputs = llm.generate(["Once upon a time"] * len(params), params, use_tqdm=False)
+    for (name, schema), output in zip(wanted.items(), outputs, strict=True):
+        for answer in output.outputs:
+            assert answer.finish_reason == "stop", (name, answer.text)
+            jsonschema.validate(json.loads(answer.text), schema)
 
 
 def towards_the_end(llm: LLM, strength: float) -> dict[int, float]:
