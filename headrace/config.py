@@ -272,6 +272,7 @@ class ServerConfig:
     uvicorn_log_level: str = server_knob(
         "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug")
     )
+    disable_page: bool = server_knob(False, "Serve no page at /.")
     enable_request_id_headers: bool = server_knob(False, "Echo X-Request-Id in responses.")
 
     def __post_init__(self) -> None:

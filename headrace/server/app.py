@@ -20,6 +20,7 @@ from headrace.server import answers, info, messages, protocol, responses
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
+from headrace.server.front_page import show_page
 from headrace.server.messages import answer_message, count_tokens
 from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.output_formats import choose_formats
@@ -133,6 +134,7 @@ def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
         route("/ping", info.health, "POST"),
         route("/openapi.json", openapi_json, "GET"),
         route("/docs", docs, "GET"),
+        *(() if server_config.disable_page else (route("/", show_page, "GET"),)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Refuses requests without a valid API key. The only route it knows is /health, which needs none."""
+"""Refuses requests without a valid API key. The only routes it knows are those that need none."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.errors import AuthenticationError
 from headrace.server.replies import error_response, wire_of
 
-FREE_PATH = "/health"
+FREE_PATHS = ("/health", "/")
+"""The second is the page, which asks for a key itself."""
 CLIENT = "headrace.client"
 """Key of an ASGI scope for the client: the beginning of its API key's hash."""
 
 
 class RequireApiKey:
-    """Refuses every request without a valid key, except HTTP requests for exactly /health. The path compared is
+    """Refuses every request without a valid key, except HTTP requests for exactly FREE_PATHS. The path compared is
     `scope["path"]`, the same string that the router matches; nothing is taken from the Host header. Tokens are compared
     with every key as hashes, in constant time, even after one has matched."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
         self.app = app
         self.digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
-        self.free_paths = frozenset((FREE_PATH, root_path.rstrip("/") + FREE_PATH))
+        prefix = root_path.rstrip("/")
+        self.free_paths = frozenset((*FREE_PATHS, *(prefix + path for path in FREE_PATHS)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
