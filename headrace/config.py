@@ -250,6 +250,9 @@ class ServerConfig:
         "common clients and proxies keep one, so that it is they who close.",
         minimum=0,
     )
+    shutdown_timeout: float = server_knob(
+        1.5, "Seconds that open requests have to finish once the server is told to stop; new ones get 503.", minimum=0
+    )
     tool_call_parser: str = server_knob(
         "auto",
         "How the model writes tool calls: `auto`, as its family and chat template say; `none`, calls stay text; or the "

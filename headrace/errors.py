@@ -217,9 +217,11 @@ class StepsFailError(UnavailableError):
 
 
 class ServerStoppingError(UnavailableError):
-    """The server was told to stop while a request was open."""
+    """The server was told to stop, and a request was open or came later."""
 
     code = "server_stopping"
+    retry_after = 1
+    """seconds after which another server, or the next one here, may answer"""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
-from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError
+from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError, ServerStoppingError
 from headrace.server import answers, info, messages, protocol, responses
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
@@ -125,6 +125,8 @@ def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
         async def endpoint(request: Request) -> Response:
+            if serving.draining and request.method == "POST":
+                raise ServerStoppingError
             return await serving.until_stopped(handler(serving, request))
 
         return Route(path, endpoint, methods=methods)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, RequestError, StepsFailError, quoted
+from headrace.errors import EngineDeadError, RequestError, ServerStoppingError, StepsFailError, quoted
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.answers import DetokenizeAnswer, ModelCard, ModelList, PlanAnswer, TokenizeAnswer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
@@ -91,7 +91,9 @@ async def detokenize(serving: Serving, http: Request) -> Response:
 
 
 async def health(serving: Serving, http: Request) -> Response:
-    """Answer 200 only while the engine runs and its steps succeed."""
+    """Answer 200 only while the engine runs, its steps succeed, and the server has not been told to stop."""
+    if serving.draining:
+        return error_response(ServerStoppingError())
     try:
         serving.engine.check_health()
     except (EngineDeadError, StepsFailError) as error:

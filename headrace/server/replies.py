@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.errors import EngineDeadError, HeadraceError, QueueFullError
+from headrace.errors import EngineDeadError, HeadraceError, QueueFullError, ServerStoppingError
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,9 @@ def error_of(error: BaseException, wire: Wire = OPENAI) -> tuple[int, msgspec.St
 
 
 def error_headers(error: BaseException) -> dict[str, str]:
-    """Return the headers that an error adds: when to try again, if the queue is full."""
-    return {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
+    """Return the headers that an error adds: when to try again, if the queue is full or the server stops."""
+    later = isinstance(error, QueueFullError | ServerStoppingError)
+    return {"retry-after": str(error.retry_after)} if later else {}
 
 
 def error_response(error: BaseException, headers: dict[str, str] | None = None, *, wire: Wire = OPENAI) -> Response:

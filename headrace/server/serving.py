@@ -40,7 +40,10 @@ class Serving:
     formats: OutputFormats
     """How the model writes tool calls and reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    """Open requests may finish, and new ones are refused."""
     stopping: bool = False
+    """Open requests end now."""
     logged: set[str] = field(default_factory=set)
     """Ignored fields of requests that the log has named."""
     responses: ResponseStore = field(init=False)
@@ -73,6 +76,12 @@ class Serving:
         if self.stopping:
             raise ServerStoppingError
         return await self._workers.run(function, http.scope.get(CLIENT, ""), makes_grammar)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and wait until those that are open have ended, at most so many seconds."""
+        self.draining, until = True, time.monotonic() + seconds
+        while self._running and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(self._running, timeout=left)
 
     def stop(self) -> None:
         """End every open request: with status 503 if nothing was sent, else with an error event."""

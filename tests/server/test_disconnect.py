@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 
@@ -114,6 +115,39 @@ async def test_a_request_that_comes_while_stopping() -> None:
     await client.task
     assert client.sent[0]["status"] == 503
     assert not engine.requests
+
+
+async def test_open_requests_finish_while_new_ones_are_refused() -> None:
+    engine = FakeEngine()
+    engine.delay = 0.01
+    app = make_app(engine)
+    client = Client(app, {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "stream": True})
+    await until(lambda: client.sent)
+    draining = asyncio.create_task(app.state.serving.drain(PATIENCE))
+    await asyncio.sleep(0)
+    late = Client(app, {"prompt": "a"})
+    await late.task
+    assert late.sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in late.sent[0]["headers"]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as others:
+        assert (await others.get("/health")).status_code == 503
+        assert (await others.get("/v1/models")).status_code == 200
+    await draining
+    assert client.task.done()
+    assert b"[DONE]" in client.sent[-1]["body"]
+    assert not engine.aborted
+
+
+async def test_a_drain_ends_in_time() -> None:
+    engine = FakeEngine()
+    engine.delay = 0.05
+    app = make_app(engine)
+    client = Client(app, {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True})
+    await until(lambda: client.sent)
+    await app.state.serving.drain(0.1)
+    assert not client.task.done()
+    app.state.serving.stop()
+    await client.task
 
 
 async def test_tasks_are_not_left_behind() -> None:
