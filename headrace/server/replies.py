@@ -113,8 +113,9 @@ def error_of(error: BaseException, wire: Wire = OPENAI) -> tuple[int, msgspec.St
 
 def error_headers(error: BaseException) -> dict[str, str]:
     """Return the headers that an error adds: when to try again, if the queue is full or the server stops."""
-    later = isinstance(error, QueueFullError | ServerStoppingError)
-    return {"retry-after": str(error.retry_after)} if later else {}
+    if isinstance(error, QueueFullError | ServerStoppingError):
+        return {"retry-after": str(error.retry_after)}
+    return {}
 
 
 def error_response(error: BaseException, headers: dict[str, str] | None = None, *, wire: Wire = OPENAI) -> Response:
