@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.grammar import JsonOptions
 from headrace.structured_outputs.limits import MAX_WAYS
-from headrace.structured_outputs.overlap import TYPES, type_of
+from headrace.structured_outputs.overlap import type_of
 from headrace.structured_outputs.regex import as_python
 from headrace.structured_outputs.schema import NUMBERS, checked_schema
 
@@ -83,11 +83,8 @@ class Schemas:
         """What allows what both allow; None, if that is nothing."""
         merged = dict(one)
         for keys in (_NAMES, _ITEMS):
-            if (
-                one.keys() & keys
-                and other.keys() & keys
-                and (one | other).keys() & {"patternProperties", "prefixItems"}
-            ):
+            by_name = (one | other).keys() & keys & {"patternProperties", "prefixItems"}
+            if by_name and one.keys() & keys and other.keys() & keys:
                 raise self.refused(other, f"two schemas with {' or '.join(sorted(keys))} at one place")
         for key, value in other.items():
             if key == "properties":
@@ -96,16 +93,8 @@ class Schemas:
                 merged[key] = value
             elif key == "required":
                 merged[key] = list(dict.fromkeys([*merged[key], *value]))
-            elif key.startswith(("min", "exclusiveMin")):
-                merged[key] = max(merged[key], value)
-            elif key.startswith(("max", "exclusiveMax")):
-                merged[key] = min(merged[key], value)
-            elif key == "enum":
-                merged[key] = [item for item in merged[key] if item in value]
             elif key == "type":
                 merged[key] = _shared_types(types(one) or [], types(other) or [])
-            elif key == "const":
-                return None
             elif key == "pattern":
                 merged[key] = list(dict.fromkeys([*patterns_of(merged), *patterns_of(other)]))
             elif key in ("additionalProperties", "items"):
@@ -114,36 +103,18 @@ class Schemas:
                 raise self.refused(other, f"two different values of {key} at one place")
         names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
         if names:
-            merged["properties"] = {name: _all_of(_of_name(one, name), _of_name(other, name)) for name in names}
+            merged["properties"] = {name: _of_name(name, one, other) for name in names}
         described = {*one.get("properties", ())} & {*other.get("properties", ())} & {*merged.get("required", ())}
         if any(not self.alternatives(merged["properties"][name]) for name in described):
             return None  # nothing fits a property that must be there
-        return None if _is_empty(merged) else merged
+        return None if merged.get("type") == [] else merged
 
 
-def _all_of(*schemas: Any) -> Any:
-    """Return a schema of what all of several allow."""
-    said = [schema for schema in schemas if schema is not True]
+def _of_name(name: str, *schemas: Schema) -> Any:
+    """Return what schemas say of a property, whether they name it or not."""
+    said = [one.get("properties", {}).get(name, one.get("additionalProperties", True)) for one in schemas]
+    said = [one for one in said if one is not True]
     return {"allOf": said} if len(said) > 1 else said[0] if said else True
-
-
-def _of_name(schema: Schema, name: str) -> Any:
-    """Return what a schema says of a property, whether it names it or not."""
-    return schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
-
-
-def _is_empty(merged: Schema) -> bool:
-    """Return whether it is certain, after two schemas have been merged, that nothing fits."""
-    if [] in (merged.get("type"), merged.get("enum")):
-        return True
-    kinds = {*(types(merged) or TYPES)}
-    if kinds == {"array"}:
-        return bool(merged.get("minItems", 0) > merged.get("maxItems", math.inf))
-    if not kinds <= {"integer", "number"}:
-        return False
-    low, above = merged.get("minimum", -math.inf), merged.get("exclusiveMinimum", -math.inf)
-    high, below = merged.get("maximum", math.inf), merged.get("exclusiveMaximum", math.inf)
-    return bool(low > high or low >= below or above >= min(high, below))
 
 
 def _shared_types(some: list[str], others: list[str]) -> list[str]:

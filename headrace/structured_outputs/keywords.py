@@ -30,14 +30,10 @@ class Keyword:
         """Return the error for a keyword that is not held."""
         return RequestError(f"{self.path} {why}", self.path.partition(".")[0])
 
-    def beside(self, name: str) -> Placed:
-        """Return the schema that a keyword beside this one has."""
-        return Placed(self.schema[name], f"{self.path.rpartition('.')[0]}.{name}")
-
-    def negated(self, schema: Any, names: tuple[str, ...] = ()) -> Any:
+    def negated(self, schema: Any) -> Any:
         """Return a schema of what another does not accept, or refuse this keyword."""
         try:
-            return negate(schema, self.resolve, names)
+            return negate(schema, self.resolve)
         except NoComplement as error:
             raise self.refusal(f"is not supported here: what {error} does not accept cannot be described") from None
 
@@ -67,15 +63,6 @@ def _not(keyword: Keyword) -> list[Any]:
     return [keyword.negated(keyword.value)]
 
 
-def _if(keyword: Keyword) -> list[Any]:
-    found = []
-    if "then" in keyword.schema:
-        found.append({"anyOf": [keyword.beside("then"), keyword.negated(keyword.value)]})
-    if "else" in keyword.schema:
-        found.append({"anyOf": [Placed(keyword.value, keyword.path), keyword.beside("else")]})
-    return found
-
-
 def _one_of(keyword: Keyword) -> list[Any]:
     """Return `oneOf` as `anyOf` where no value fits two options; elsewhere each option excludes those it overlaps."""
     options, resolve = list_of(keyword.value, keyword.path), keyword.resolve
@@ -87,13 +74,11 @@ def _one_of(keyword: Keyword) -> list[Any]:
         return [{"anyOf": placed}]
     if len(options) > MAX_ONE_OF:
         raise keyword.refusal(f"has {len(options)} options; at most {MAX_ONE_OF} are told apart")
-    schemas = [one for one in resolved if isinstance(one, Mapping)]
-    names = tuple(dict.fromkeys(name for one in schemas for name in one.get("properties", {})))
     merged = [_merged(keyword.schema, one) for one in resolved]
     parts = []
     for index, option in enumerate(placed):
         others = [
-            Keyword(keyword.schema, other, option.path, resolve).negated(other, names)
+            Keyword(keyword.schema, other, option.path, resolve).negated(other)
             for place, other in enumerate(options)
             if place != index and not disjoint(merged[index], merged[place], resolve)
         ]
@@ -145,9 +130,8 @@ def _property_names(keyword: Keyword) -> list[Any]:
     elif said == ["format"] and (text := NATIVE_FORMATS.get(names["format"]) or FORMATS.get(names["format"])):
         pattern = f"^(?:{text.removeprefix('^').removesuffix('$')})$"
     elif {*said} <= {"minLength", "maxLength"} and all(count_of(names[one]) is not None for one in said):
-        pattern = (
-            f"^[\\s\\S]{{{int(names.get('minLength', 0))},{int(names['maxLength']) if 'maxLength' in said else ''}}}$"
-        )
+        least, most = (count_of(names.get(one, "")) for one in ("minLength", "maxLength"))
+        pattern = f"^[\\s\\S]{{{least or 0},{'' if most is None else most}}}$"
     else:
         raise keyword.refusal(f"is supported with one of pattern, format, lengths and enum; it has {', '.join(said)}")
     return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
@@ -165,7 +149,6 @@ def _unique_items(keyword: Keyword) -> list[Any]:
 
 REWRITTEN: dict[str, Callable[[Keyword], list[Any]]] = {
     "not": _not,
-    "if": _if,
     "oneOf": _one_of,
     "dependencies": _dependencies,
     "dependentRequired": _dependencies,

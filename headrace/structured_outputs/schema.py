@@ -1,7 +1,7 @@
 """Turns a JSON schema into the grammar of what it accepts. A keyword that cannot be held is refused by name and path.
 
 llguidance compiles most of JSON Schema exactly and refuses some of it. Here a schema is rewritten so that it holds
-more: `not`, `if`, `oneOf`, `dependencies` and others become `anyOf` and `allOf`; references become one flat `$defs`.
+more: `not`, `oneOf`, `dependencies` and others become `anyOf` and `allOf`; references become one flat `$defs`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from headrace.structured_outputs.references import Placed, References, stack_of
 from headrace.structured_outputs.regex import checked_pattern, checked_patterns
 
 REFUSED = frozenset((
-    "extends", "disallow", "divisibleBy", "contains", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
-    "$recursiveRef",
+    "extends", "disallow", "divisibleBy", "contains", "if", "unevaluatedProperties", "unevaluatedItems",
+    "$dynamicRef", "$recursiveRef",
 ))  # fmt: skip
 """Keywords that are not held, of which the first three are of draft 3."""
 COPIED = frozenset((
@@ -157,11 +157,10 @@ class Rewriter:
                 ]
                 if keyword == "anyOf":
                     also.append({"anyOf": parts})
-                elif _comes_first(schema, keyword):
-                    bases += [part for one, part in zip(value, parts, strict=True) if _refers(one)]
-                    also += [part for one, part in zip(value, parts, strict=True) if not _refers(one)]
-                else:
-                    also += parts
+                    continue
+                first = _comes_first(schema, keyword)
+                for one, part in zip(value, parts, strict=True):
+                    (bases if first and isinstance(one, Mapping) and "$ref" in one else also).append(part)
             elif keyword == "pattern":
                 found["pattern"], *others = checked_patterns(value, where)
                 also += [{"pattern": pattern} for pattern in others]
@@ -284,13 +283,7 @@ class Rewriter:
         return {name: self._node(one, f"{where}.{name}", depth + 1) for name, one in properties.items()}
 
     def _items(
-        self,
-        schema: Mapping[str, Any],
-        keyword: str,
-        value: Any,
-        where: str,
-        depth: int,
-        found: dict[str, Any],
+        self, schema: Mapping[str, Any], keyword: str, value: Any, where: str, depth: int, found: dict[str, Any]
     ) -> None:
         if isinstance(value, list):  # a list in `items`, as before 2020-12, is what `prefixItems` is now
             parts = [self._node(one, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
@@ -330,10 +323,6 @@ def _comes_first(schema: Mapping[str, Any], keyword: str) -> bool:
     """Return whether a keyword stands before `properties`, whose names follow those that it brings."""
     keywords = [*schema]
     return "properties" in schema and keywords.index(keyword) < keywords.index("properties")
-
-
-def _refers(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and "$ref" in schema
 
 
 def culprit(schema: object, path: str, options: JsonOptions, error_of: Callable[[Grammar], str]) -> tuple[str, str]:

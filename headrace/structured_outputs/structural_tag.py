@@ -131,10 +131,11 @@ class _Reader:
 
     def _sequence(self, form: Form, ends: tuple[str, ...], path: str) -> str:
         elements = _some(form, "elements", path)
+        kinds = [one.get("type") if isinstance(one, Mapping) else None for one in elements]
         found, index = [], 0
         while index < len(elements):
             where, following = f"{path}.elements[{index}]", (*elements[index + 1 : index + 2], None)[0]
-            if _type(elements[index]) == "any_text" and _type(following) == "const_string":
+            if kinds[index : index + 2] == ["any_text", "const_string"]:
                 found.append(self.read(elements[index], (_text(object_of(following, where), "value", where),), where))
                 index += 2
                 if index == len(elements):
@@ -149,12 +150,10 @@ class _Reader:
         return self._ended(self.rules.repeated(inner, least, most), ends)
 
     def _bounded(self, form: Form, ends: tuple[str, ...], path: str) -> str:
-        least, most = form.get("min"), form.get("max")
-        for value in (least, most):
-            if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= 4096:
-                raise _wrong(f"{path}: min and max must be integers up to 4096, got {quoted(value)}", path)
-        assert isinstance(least, int)
-        assert isinstance(most, int)
+        bounds = form.get("min"), form.get("max")
+        least, most = (one if type(one) is int and -1 <= one <= 4096 else None for one in bounds)
+        if least is None or most is None:
+            raise _wrong(f"{path}: min and max must be integers up to 4096, got {quoted(list(bounds))}", path)
         if least < 0 or -1 < most < least:
             raise _wrong(f"{path}: min must be at least 0 and at most max, got {least} and {most}", path)
         return self._repeat(form, ends, path, least, None if most == -1 else most)
@@ -204,10 +203,6 @@ class _Reader:
 
 def _wrong(message: str, path: str) -> RequestError:
     return RequestError(message, path.partition(".")[0])
-
-
-def _type(form: object) -> object:
-    return form.get("type") if isinstance(form, Mapping) else None
 
 
 def _some(form: Form, key: str, path: str) -> list[Any]:

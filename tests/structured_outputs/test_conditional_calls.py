@@ -19,33 +19,19 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "one of two": {**PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "not both": {**PAIR, "not": {"required": ["a", "b"]}},
     "one brings the other": {**PAIR, "dependentRequired": {"a": ["b"]}},
-    "if and else": {
+    "a kind and what goes with it": {
         "type": "object",
         "properties": {"kind": {"enum": ["x", "y"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
         "required": ["kind"],
-        "if": {"properties": {"kind": {"const": "x"}}},
-        "then": {"required": ["n"]},
-        "else": {"properties": {"n": False}},
-    },
-    "two conditions on one text": {
-        "type": "object",
-        "properties": {"kind": {"enum": ["x", "y"]}, "code": SHORT},
-        "required": ["kind", "code"],
-        "allOf": [
-            {
-                "if": {"properties": {"kind": {"const": kind}}},
-                "then": {"properties": {"code": {"pattern": f"^{start}"}}},
-            }
-            for kind, start in ("xa", "yb")
+        "oneOf": [
+            {"properties": {"kind": {"const": "x"}}, "required": ["n"]},
+            {"properties": {"kind": {"const": "y"}, "n": False}},
         ],
     },
-    "ranges": {
+    "two patterns of one text": {
         "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "size": {"enum": ["big", "small", 5]}},
-        "required": ["n", "size"],
-        "if": {"properties": {"n": {"minimum": 5}}},
-        "then": {"properties": {"size": {"const": "big"}}},
-        "else": {"properties": {"size": {"type": "string", "enum": ["small", 5]}}},
+        "properties": {"code": {"allOf": [SHORT, {"pattern": "^a"}]}},
+        "required": ["code"],
     },
 }
 

@@ -204,21 +204,6 @@ USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         },
         [{"n": 0.5}, {"n": 1, "e": "x", "f": 1}],
     ),
-    "conditions": (
-        {
-            "type": "object",
-            "properties": {"country": {"enum": ["US", "CA", "NL"]}, "zip": {"type": "string"}},
-            "required": ["country", "zip"],
-            "allOf": [
-                {
-                    "if": {"properties": {"country": {"const": "US"}}},
-                    "then": {"properties": {"zip": {"pattern": "^\\d{5}$"}}},
-                },
-                {"if": {"properties": {"country": {"const": "CA"}}}, "then": {"properties": {"zip": {"minLength": 7}}}},
-            ],
-        },
-        [{"country": "US", "zip": "12345"}, {"country": "CA", "zip": "A1B 2C3"}, {"country": "NL", "zip": "1"}],
-    ),
     "password": (
         {"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[a-z])(?=.*\\d)[A-Za-z\\d]{8,32}$"},
         ["Abcdefg1", "1aB45678"],
