@@ -26,6 +26,8 @@ Cases, each part under 3 minutes:
     unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
                       where it changes the model too much
     format-numerics   logits of every format of a checkpoint beside the widened model's, in fp32 and in bf16
+    family-numerics   logits of every family in bf16 beside transformers', in fp32 and in bf16; tokens of graphs; what
+                      torch computes inside layers (it needs tests/models and transformers)
 
 Weights are random (uniform +-1e-3, seeded; normal embeddings and routers where there are experts, so that tokens
 spread over them), prompts token ids, decoding greedy to the full length, prefix caching off,
@@ -75,6 +77,7 @@ CASES = {
     "fp8-memory": "fp8_memory.fp8_memory_cases",
     "unasked-cache": "fp8_cache.unasked_cache_cases",
     "format-numerics": "format_numerics.format_numerics_cases",
+    "family-numerics": "family_numerics.family_numerics_cases",
 }
 """part -> module.function in h200_parts that takes a Run"""
 CASES_ON_A_CPU = (
@@ -86,6 +89,7 @@ CASES_ON_A_CPU = (
     "fp8-memory",
     "unasked-cache",
     "format-numerics",
+    "family-numerics",
 )
 """cases of which --smoke can run something"""
 PARTS = (*FIGURES, *CASES)

@@ -20,7 +20,7 @@ from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.moe import Experts, fused_moe_reference
-from headrace.kernels.norm import HalfNormed, half_norm_reference
+from headrace.kernels.norm import HalfNormed, Unsummed, half_norm_reference
 from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.kernels.tiled import tile
@@ -35,6 +35,11 @@ def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
     """By a weight of the same type as the numbers, and by one in float32."""
     for weight in (make.random(hidden), make.random(hidden).float() * 1.001):
         yield from cases.rms_norm(make, rows, weight)
+
+
+def _added_up(make: Inputs, rows: int, hidden: int) -> Cases:
+    for weight in (make.random(hidden), make.random(hidden).float() * 1.001):
+        yield from cases.add_up(make, rows, weight)
 
 
 def _layer_normed(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -79,7 +84,7 @@ def _quantized(make: Inputs, rows: int, width: int) -> Cases:
             (kernels.rms_norm(half, weight, EPS), kernels.rms_norm_quantized(half, weight, EPS, to)),
             (
                 kernels.rms_norm(half + delta, weight, EPS),
-                kernels.rms_norm_quantized(half.clone(), weight, EPS, to, delta),
+                kernels.rms_norm_quantized(Unsummed(half.clone(), delta), weight, EPS, to),
             ),
             (kernels.gate_and_mul(x), kernels.gate_and_mul_quantized(x, to)),
         ):
@@ -269,8 +274,13 @@ SWEEPS: dict[str, Sweep] = {
     "rms_norm": Sweep(_normed, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 8192), (7, 100), (5, 16384)]),
     "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
     "layer_norm": Sweep(_layer_normed, [(3, 48), (1, 129), (0, 16)], [(1, 8192), (33, 12288), (7, 100)]),
+    "add_up": Sweep(_added_up, [(3, 48), (1, 129), (0, 16)], [(1, 5376), (33, 8192), (7, 100)]),
     "qk_squares": Sweep(_qk_squares, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 48, 8, 128)]),
     "qk_norm": Sweep(_qk_normed, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 64, 8, 128)]),
+    "clip": Sweep(cases.clip, [(3, 40, 0.5), (1, 1100, 2.0), (0, 8, 1.0)], [(33, 12288, 0.7), (1, 100, 8.0)]),
+    "gate_heads": Sweep(
+        cases.gate_heads, [(3, 5, 1, 24), (2, 48, 2, 24), (0, 2, 1, 8)], [(33, 16, 2, 256), (1, 24, 4, 256)]
+    ),
     "gate_and_mul": Sweep(_activated, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
     "gate_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
     "quantize": Sweep(

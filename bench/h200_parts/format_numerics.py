@@ -40,7 +40,7 @@ BOUND = 1.2
 """times the error of plain torch in bf16"""
 PROMPTS = (1, 7, 40)
 """requests of a batch, whose prompts together are beyond the kernels for few tokens in the last"""
-NEW_TOKENS = 6
+LONGEST, NEW_TOKENS = 11, 6
 GROUP = 128
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
 GROWTH = 40.0
@@ -156,11 +156,8 @@ class Steps:
             core = open_until_end.enter_context(stepped_core(EngineConfig(**(base | knobs | settings.engine)), folder))
             model = core._executor._worker.model  # type: ignore[attr-defined]
             watch(model, inside)
-            generator = torch.Generator().manual_seed(1)
             for requests in PROMPTS:
-                lengths = torch.randint(3, 12, (requests,), generator=generator).tolist()
-                drawn = [torch.randint(0, self.vocab_size, (n + NEW_TOKENS,), generator=generator) for n in lengths]
-                tokens = [one.tolist() for one in drawn]
+                tokens = random_tokens(requests, self.vocab_size, LONGEST, NEW_TOKENS)
                 prompts, forced = [one[:-NEW_TOKENS] for one in tokens], [one[-NEW_TOKENS:] for one in tokens]
                 made += decode(core, prompts, NEW_TOKENS, forced)
             facts = core.facts.workers[0]
@@ -170,10 +167,27 @@ class Steps:
         return made, inside, notes, rounds
 
 
+def random_tokens(requests: int, vocab_size: int, longest: int, behind: int) -> list[list[int]]:
+    """Return prompts of 3 to `longest` tokens, and so many tokens `behind` each."""
+    generator = torch.Generator().manual_seed(requests)
+    lengths = torch.randint(3, longest + 1, (requests,), generator=generator).tolist()
+    return [torch.randint(0, vocab_size, (n + behind,), generator=generator).tolist() for n in lengths]
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Let engines that start inside give each size of linears over few tokens the first kernel, without measuring."""
+    with (
+        patch("headrace.quantization.gpu_linear._fastest", lambda configs, *_: configs[0]),
+        patch("headrace.quantization.gpu_linear._write"),
+        patch("headrace.quantization.gpu_linear.ROTATED_BYTES", 1),
+    ):
+        yield
+
+
 @contextmanager
 def random_weights(keep: dict[str, Tensor] | None, take: dict[str, Tensor] | None) -> Iterator[None]:
-    """Let engines that start inside fill their slots with `fill`, and keep or take what is quantized. Kernels for few
-    tokens are not measured: each size gets the first."""
+    """Let engines that start inside fill their slots with `fill`, and keep or take what is quantized."""
     fuse = loader.fuse
 
     def filled(model: nn.Module, *arguments: Any) -> Any:
@@ -188,9 +202,7 @@ def random_weights(keep: dict[str, Tensor] | None, take: dict[str, Tensor] | Non
     with (
         patch.object(loader, "fill_with_dummies", fill),
         patch.object(loader, "fuse", filled),
-        patch("headrace.quantization.gpu_linear._fastest", lambda configs, *_: configs[0]),
-        patch("headrace.quantization.gpu_linear._write"),
-        patch("headrace.quantization.gpu_linear.ROTATED_BYTES", 1),
+        unmeasured(),
     ):
         yield
 

@@ -27,7 +27,7 @@ from headrace.kernels.fp8 import (
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
-from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.paged import Sequences
 from headrace.kernels.qk_norm import qk_squares_reference
 from headrace.kernels.rotary import rotary_and_cache_reference
@@ -144,12 +144,15 @@ def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *to: Rou
     x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
     bound = ROUNDED_FP8 if to else ROUNDED[make.dtype]
     yield Case(lambda kernel: kernel(x, weight, eps, *to), bound)
+    for more in ((), (weight, 3 * eps)):
+        yield Case(partial(_after_a_sum, Unsummed(x, delta, *more), weight, eps, *to), bound)
 
-    def after_a_sum(kernel: Kernel) -> Any:
-        total = x.clone()
-        return kernel(total, weight, eps, *to, delta), bits(total)
 
-    yield Case(after_a_sum, bound)
+def _after_a_sum(unsummed: Unsummed, *arguments_then_kernel: Any) -> Any:
+    """Return what a kernel makes of a sum, and the sum, whose last bit may differ where one part is a norm."""
+    *arguments, kernel = arguments_then_kernel
+    total = unsummed.x.clone()
+    return kernel(unsummed._replace(x=total), *arguments), total if unsummed.weight is not None else bits(total)
 
 
 def layer_norm(
@@ -158,12 +161,12 @@ def layer_norm(
     """Make cases of numbers about a mean that is not zero."""
     x, delta = make.random(rows, size) + 2, make.random(rows, size)
     yield Case(lambda kernel: kernel(x, weight, bias, eps), ROUNDED[make.dtype])
+    yield Case(partial(_after_a_sum, Unsummed(x, delta), weight, bias, eps), ROUNDED[make.dtype])
 
-    def after_a_sum(kernel: Kernel) -> Any:
-        total = x.clone()
-        return kernel(total, weight, bias, eps, delta), bits(total)
 
-    yield Case(after_a_sum, ROUNDED[make.dtype])
+def add_up(make: Inputs, rows: int, weight: Tensor, eps: float = EPS) -> Cases:
+    x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
+    yield Case(partial(_after_a_sum, Unsummed(x, delta, weight, eps)), ROUNDED[make.dtype])
 
 
 def gate_and_mul(make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding) -> Cases:
@@ -186,6 +189,19 @@ def qk_norm(
         lambda kernel: kernel(qkv.clone(), weight, heads, eps, centered, squares, 2 if wide else 1),
         ROUNDED[make.dtype],
     )
+
+
+def clip(make: Inputs, rows: int, width: int, limit: float) -> Cases:
+    x = make.random(rows, width) * (2 * limit)
+    if x.numel():
+        x[0, width // 2] = math.nan
+    yield Case(lambda kernel: kernel(x.clone(), limit), 0.0)
+
+
+def gate_heads(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
+    """Make gates beside queries and, behind them, keys and values."""
+    attended, projected = make.random(rows, heads, dim), make.random(rows, 2 * (heads + kv_heads), dim) * 3
+    yield Case(lambda kernel: kernel(attended.clone(), projected), ROUNDED[make.dtype])
 
 
 def quantize(make: Inputs, rows: int, width: int, to: Rounding) -> Cases:

@@ -135,6 +135,7 @@ def _decode_kernel(
     soft_cap,
     window,
     q_stride,
+    q_head_stride,
     k_stride,
     v_stride,
     value_rows,
@@ -211,7 +212,7 @@ def _decode_kernel(
     if split >= num_parts:
         return
 
-    q_ptrs = q_ptr + request.to(tl.int64) * q_stride + (kv_head * GROUP + lane[:, None]) * HEAD_DIM
+    q_ptrs = q_ptr + request.to(tl.int64) * q_stride + (kv_head * GROUP + lane[:, None]) * q_head_stride
     inside = (lane < GROUP)[:, None] & in_head
     temperature = None
     if temperature_ptr is not None:
@@ -341,11 +342,11 @@ def decode_attention(
     """Attend with one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; return [R, Hq, D].
 
     This is `rotary_and_cache` and `paged_attention` in one launch, for requests of one token each. Padding (seq_len 0)
-    gives zeros and writes nothing. Heads are contiguous within a token. `tickets` int32 are counters, at least R * Hkv;
-    they must be zero, and are zero again afterwards. `splits` is the most parts that a request's keys are cut into: the
-    result depends on it, but not on the order in which programs finish. `cos_sin` None: nothing is rotated. What a
-    query sees (`sliding_window`, `chunked`, `sinks`, `soft_cap`) is as in paged_attention, and how it is rotated
-    (`interleaved`, `temperature` [R]) as in rotary_and_cache.
+    gives zeros and writes nothing. Heads of keys and of values are contiguous within a token. `tickets` int32 are
+    counters, at least R * Hkv; they must be zero, and are zero again afterwards. `splits` is the most parts that a
+    request's keys are cut into: the result depends on it, but not on the order in which programs finish. `cos_sin`
+    None: nothing is rotated. What a query sees (`sliding_window`, `chunked`, `sinks`, `soft_cap`) is as in
+    paged_attention, and how it is rotated (`interleaved`, `temperature` [R]) as in rotary_and_cache.
     """
     num_reqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -363,7 +364,7 @@ def decode_attention(
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, sequences.block_table, sequences.rows,
         sequences.seq_lens, kv_scale, sinks, temperature, eps, scale * LOG2_E, in_log2(soft_cap), sliding_window or 0,
-        q.stride(0), k.stride(0), v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
+        q.stride(0), q.stride(1), k.stride(0), v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=0 if cos_sin is None else cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_SPLIT,

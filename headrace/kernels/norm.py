@@ -1,5 +1,5 @@
 """Computes RMS norm (arXiv 1910.07467), whole or half (a half norm is finished by the linear that reads it), and layer
-norm (arXiv 1607.06450)."""
+norm (arXiv 1607.06450), of sums that the same pass makes, one of whose parts may be normed before it is added."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ from headrace.kernels.fp8 import (
 
 
 @triton.jit
+def _times_weight(normed, weight_ptr, columns, inside, dtype: tl.constexpr, CENTERED: tl.constexpr):
+    """Return a normed row times the weight, in fp32; an RMS norm is first rounded to the weight's type, if that is
+    x's."""
+    if not CENTERED and weight_ptr.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _rms_norm_kernel(
     out_ptr,
     scales_ptr,
@@ -32,19 +41,22 @@ def _rms_norm_kernel(
     bound_ptr,
     x_ptr,
     delta_ptr,
+    delta_weight_ptr,
     weight_ptr,
     bias_ptr,
     x_stride,
     hidden,
     eps,
+    delta_eps,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
     LARGEST: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Norm a row; `out` is quantized if there are `scales`. `delta`, contiguous, is first added to x. CENTERED: it is a
-    layer norm, which subtracts the mean."""
+    """Norm a row; `out` is quantized if there are `scales`, and not made if it is None. `delta`, contiguous, is first
+    added to x, itself RMS-normed by `delta_weight` if there is one. CENTERED: it is a layer norm, which subtracts the
+    mean."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -52,45 +64,50 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     if delta_ptr is not None:
-        x += tl.load(delta_ptr + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(dtype)
+        delta = tl.load(delta_ptr + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        if delta_weight_ptr is not None:
+            delta = _times_weight(
+                delta * tl.rsqrt(tl.sum(delta * delta, axis=0) / hidden + delta_eps),
+                delta_weight_ptr, columns, inside, dtype, False,
+            )  # fmt: skip
+            delta = delta.to(dtype).to(tl.float32)
+        rounded = (x + delta).to(dtype)
         tl.store(x_ptr + row * x_stride + columns, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if CENTERED:
-        x = tl.where(inside, x - tl.sum(x, axis=0) / hidden, 0.0)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    if weight_ptr is not None:
-        if not CENTERED and weight_ptr.dtype.element_ty == dtype:
-            normed = normed.to(dtype).to(tl.float32)
-        normed *= tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = normed.to(dtype)
-    if scales_ptr is None:
-        tl.store(out_ptr + row * hidden + columns, normed, mask=inside)
-    else:
-        quantize_row(
-            out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, normed.to(tl.float32), row, columns, inside, hidden,
-            LARGEST, GROUP,
-        )  # fmt: skip
+    if out_ptr is not None:
+        if CENTERED:
+            x = tl.where(inside, x - tl.sum(x, axis=0) / hidden, 0.0)
+        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+        if weight_ptr is not None:
+            normed = _times_weight(normed, weight_ptr, columns, inside, dtype, CENTERED)
+        if bias_ptr is not None:
+            normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = normed.to(dtype)
+        if scales_ptr is None:
+            tl.store(out_ptr + row * hidden + columns, normed, mask=inside)
+        else:
+            quantize_row(
+                out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, normed.to(tl.float32), row, columns, inside,
+                hidden, LARGEST, GROUP,
+            )  # fmt: skip
 
 
 def _launch(
-    out: Tensor | Quantized,
-    rows: Tensor,
-    weight: Tensor | None,
-    eps: float,
+    out: Tensor | Quantized | None,
+    x: Tensor | HalfNormed | Unsummed,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
     to: Rounding | None = None,
-    delta: Tensor | None = None,
     bias: Tensor | None = None,
     centered: bool = False,
 ) -> None:
+    rows, delta, delta_weight, delta_eps = x if isinstance(x, Unsummed) else (whole(x), None, None, 0.0)
     if rows.shape[0]:
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
-        results = (out, None, None, None, None) if to is None or isinstance(out, Tensor) else row_arguments(out, to)
+        results = row_arguments(out, to) if isinstance(out, Quantized) and to else (out, None, None, None, None)
         _rms_norm_kernel[(rows.shape[0],)](
-            *results, rows, delta, weight, bias, rows.stride(0), hidden, eps,
+            *results, rows, delta, delta_weight, weight, bias, rows.stride(0), hidden, eps, delta_eps,
             BLOCK=block, CENTERED=centered, LARGEST=0.0 if to is None else LARGEST[to.dtype],
             GROUP=0 if to is None else to.group, num_warps=warps_of_row(block), **overlap(),
         )  # fmt: skip
@@ -146,7 +163,11 @@ class Unsummed(NamedTuple):
     x: Tensor
     """[num_tokens, hidden]"""
     delta: Tensor
-    """[num_tokens, hidden]"""
+    """[num_tokens, hidden], contiguous"""
+    weight: Tensor | None = None
+    """[hidden]: delta is RMS-normed by it before it is added; None: it is added as it is"""
+    eps: float = 0.0
+    """of that norm"""
 
     @property
     def shape(self) -> torch.Size:
@@ -160,7 +181,10 @@ def whole(x: Tensor | HalfNormed | Unsummed) -> Tensor:
 
 def summed(x: Tensor | HalfNormed | Unsummed) -> Tensor:
     """Return x itself; of Unsummed, add it up (it must not have been normed)."""
-    return x.x.add_(x.delta) if isinstance(x, Unsummed) else whole(x)
+    if not isinstance(x, Unsummed):
+        return whole(x)
+    delta = x.delta if x.weight is None else rms_norm_reference(x.delta, x.weight, x.eps)
+    return x.x.add_(delta)
 
 
 def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed:
@@ -169,36 +193,41 @@ def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed
     return HalfNormed(x, (x.float() * weight.float()).to(x.dtype), squares)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor | HalfNormed | Unsummed, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype.
 
     x is normalized in fp32, rounded to its dtype, then multiplied by the weight, as Hugging Face models do; if the
-    weight is in fp32 and x is not, the product alone is rounded, as Gemma does. `delta`, contiguous, is first added to
-    x, which then has two dimensions.
+    weight is in fp32 and x is not, the product alone is rounded, as Gemma does. Unsummed is added up first, and
+    HalfNormed normed anew.
     """
-    hidden = x.shape[-1]
-    rows = x if x.dim() == 2 else x.reshape(-1, hidden)
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(out, rows, weight, eps, None, delta)
-    return out if x.dim() == 2 else out.view(x.shape)
+    rows = x
+    if isinstance(x, Tensor) and x.dim() != 2:
+        rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=whole(rows).dtype, device=whole(rows).device)
+    _launch(out, rows, weight, eps)
+    return out if rows is x else out.view(x.shape)
 
 
-def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, to: Rounding, delta: Tensor | None = None) -> Quantized:
+def rms_norm_quantized(x: Tensor | HalfNormed | Unsummed, weight: Tensor, eps: float, to: Rounding) -> Quantized:
     """Return what `rms_norm` does for x [num_tokens, hidden], rounded as `to` says."""
     num_tokens, hidden = x.shape
-    out = empty_quantized(num_tokens, hidden, to, x.device)
-    _launch(out, x, weight, eps, to, delta)
+    out = empty_quantized(num_tokens, hidden, to, whole(x).device)
+    _launch(out, x, weight, eps, to)
     return out
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, delta: Tensor | None = None
-) -> Tensor:
+def layer_norm(x: Tensor | Unsummed, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / standard deviation * weight + bias for x [num_tokens, hidden], computed in fp32 and rounded
-    once. `weight` and `bias` [hidden] may be None. `delta`, contiguous, is first added to x."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, eps, None, delta, bias, centered=True)
+    once. `weight` and `bias` [hidden] may be None. Unsummed is added up first."""
+    out = torch.empty(x.shape, dtype=whole(x).dtype, device=whole(x).device)
+    _launch(out, x, weight, eps, None, bias, centered=True)
     return out
+
+
+def add_up(x: Unsummed) -> Tensor:
+    """Return the sum, written over x.x, of which nothing else is made."""
+    _launch(None, x)
+    return x.x
 
 
 def of_type(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,9 +240,8 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], device=device)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    if delta is not None:
-        x.add_(delta)
+def rms_norm_reference(x: Tensor | HalfNormed | Unsummed, weight: Tensor, eps: float) -> Tensor:
+    x = summed(x)
     # mean square = norm squared / hidden; half as many operations as F.rms_norm, which counts on a CPU
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -223,15 +251,16 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | No
 
 
 def rms_norm_quantized_reference(
-    x: Tensor, weight: Tensor, eps: float, to: Rounding, delta: Tensor | None = None
+    x: Tensor | HalfNormed | Unsummed, weight: Tensor, eps: float, to: Rounding
 ) -> Quantized:
-    return quantize_reference(rms_norm_reference(x, weight, eps, delta), to)
+    return quantize_reference(rms_norm_reference(x, weight, eps), to)
 
 
-def layer_norm_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, delta: Tensor | None = None
-) -> Tensor:
-    if delta is not None:
-        x.add_(delta)
+def layer_norm_reference(x: Tensor | Unsummed, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    x = summed(x)
     wide_weight, wide_bias = (None if one is None else one.float() for one in (weight, bias))
     return of_type(F.layer_norm(x.float(), x.shape[-1:], wide_weight, wide_bias, eps), x.dtype)
+
+
+def add_up_reference(x: Unsummed) -> Tensor:
+    return summed(x)

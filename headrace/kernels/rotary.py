@@ -126,8 +126,9 @@ def _rotary_and_cache_kernel(
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     rest_in = rest < HEAD_DIM
     HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
-    position = tl.load(positions_ptr + token)
-    position = tl.maximum(position, 0)  # padding
+    position = 0
+    if positions_ptr is not None:
+        position = tl.maximum(tl.load(positions_ptr + token), 0)  # padding
     angles = cos_sin_ptr + position * (2 * HALF) + half
     cos = tl.load(angles, mask=half_in, other=0.0)[None, :]
     sin = tl.load(angles + HALF, mask=half_in, other=0.0)[None, :]
@@ -213,7 +214,7 @@ def rotary_and_cache(
     if not num_tokens:
         return out
     if cos_sin is None:
-        cos_sin, positions = _no_turn(q.device), torch.zeros_like(slot_mapping)
+        cos_sin, positions = _no_turn(q.device), None
     half = cos_sin.shape[1] // 2
     v_strides = (0, 0) if v is None else v.stride()[:2]
     group = num_heads // num_kv_heads

@@ -15,6 +15,7 @@ from headrace.kernels import (
     activation,
     batch,
     delta_scan,
+    elementwise,
     filter,
     fp8,
     gated_delta,
@@ -29,14 +30,15 @@ from headrace.kernels import (
     tiled_widen,
 )
 from headrace.kernels._triton import HAS_TRITON
-from headrace.kernels.norm import HalfNormed
+from headrace.kernels.norm import HalfNormed, Unsummed
 
 MODULES = {
-    norm: ("rms_norm", "rms_norm_quantized", "layer_norm"),
+    norm: ("rms_norm", "rms_norm_quantized", "layer_norm", "add_up"),
     activation: ("gate_and_mul", "gate_and_mul_quantized"),
     fp8: ("quantize", "fp8_linear"),
     narrow: ("narrow_linear",),
     qk_norm: ("qk_squares", "qk_norm"),
+    elementwise: ("clip", "gate_heads"),
     rotary: ("step_angles", "rotary_and_cache"),
     latent_cache: ("latent_rotary_and_cache",),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
@@ -58,6 +60,7 @@ class KernelTable:
     rms_norm: Callable[..., Tensor]
     rms_norm_quantized: Callable[..., fp8.Quantized]
     layer_norm: Callable[..., Tensor]
+    add_up: Callable[[Unsummed], Tensor]
     gate_and_mul: Callable[..., Tensor]
     gate_and_mul_quantized: Callable[..., fp8.Quantized]
     quantize: Callable[..., fp8.Quantized]
@@ -65,6 +68,8 @@ class KernelTable:
     narrow_linear: Callable[..., Tensor]
     qk_squares: Callable[..., Tensor]
     qk_norm: Callable[..., Tensor]
+    clip: Callable[[Tensor, float], Tensor]
+    gate_heads: Callable[[Tensor, Tensor], Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     latent_rotary_and_cache: Callable[..., Tensor]

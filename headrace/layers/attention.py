@@ -115,7 +115,7 @@ class QKNorm(Layer):
 class Attention(Layer):
     """Computes one layer's attention on one rank."""
 
-    opaque = ("_rotate_and_attend", "_without_gates", "_gated")
+    opaque = ("_rotate_and_attend", "_clipped", "_gated")
 
     def __init__(
         self,
@@ -146,6 +146,9 @@ class Attention(Layer):
         self.scaled_heads = mixer.num_kv_heads, mixer.num_heads
         """those of K and V, and those of queries, on all ranks: a checkpoint may have a scale for each"""
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.projected = [spec.num_heads * (1 + mixer.output_gate), spec.num_kv_heads, spec.num_kv_heads]
+        """the same with the queries' gates"""
+        self.clip_by, self.gate_heads = context.kernels.clip, context.kernels.gate_heads
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
         self.decode = None if spec.batch_invariant else getattr(context.backend, "decode", None)
@@ -189,11 +192,10 @@ class Attention(Layer):
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
-        projected = qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
-        if self.output_gate:
-            qkv = self._without_gates(projected)
+        qkv = self.qkv_proj(x)
         if self.clip is not None:
-            qkv = qkv.clamp_(-self.clip, self.clip)
+            qkv = self._clipped(qkv, self.clip)
+        qkv = qkv.view(x.shape[0], -1, self.spec.head_dim)
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         if metadata.cut is None:
@@ -202,18 +204,14 @@ class Attention(Layer):
             shape = (self.spec.num_heads, self.spec.head_dim)
             attended = metadata.cut(self._rotate_and_attend, qkv, kv_cache, metadata, angles, shape=shape)
         if self.output_gate:
-            attended = self._gated(attended, projected)
+            attended = self._gated(attended, qkv)
         return self.o_proj(attended.view(x.shape[0], -1))
 
-    def _without_gates(self, projected: Tensor) -> Tensor:
-        """Return queries, keys and values of projected # [num_tokens, heads, head_dim], in which each query is followed
-        by its head's gate."""
-        gated = 2 * self.heads[0]
-        return torch.cat((projected[:, :gated:2], projected[:, gated:]), dim=1)
+    def _clipped(self, qkv: Tensor, limit: float) -> Tensor:
+        return self.clip_by(qkv, limit)
 
-    def _gated(self, attended: Tensor, projected: Tensor) -> Tensor:
-        """Return attention's output # [num_tokens, num_heads, head_dim] times the sigmoid of the gates."""
-        return attended * projected[:, 1 : 2 * self.heads[0] : 2].sigmoid()
+    def _gated(self, attended: Tensor, qkv: Tensor) -> Tensor:
+        return self.gate_heads(attended, qkv)
 
     def head_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the weights of the norms of each head of queries and of keys, if there are such norms."""
@@ -224,9 +222,12 @@ class Attention(Layer):
     def _rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
-        """Attend to qkv # [num_tokens, heads, head_dim] as projected; return # [num_tokens, num_heads, head_dim].
-        Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly."""
-        q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # `split` goes through Python first
+        """Attend to qkv # [num_tokens, heads, head_dim] as projected, where a gate may follow each query; return #
+        [num_tokens, num_heads, head_dim]. Whatever depends on which request a token belongs to is in here: a graph in
+        pieces runs this method eagerly."""
+        q, k, v = qkv.split_with_sizes(self.projected, dim=1)  # `split` goes through Python first
+        if self.output_gate:
+            q = q[:, ::2]
         norms = self.head_weights()
         cos_sin, positions, temperature = angles
         scale = self.kv_scale

@@ -41,11 +41,15 @@ class RMSNorm(Layer):
         self.plus_one = plus_one
         self.weight = empty_parameter(size, dtype=torch.float32 if plus_one else dtype)
         self.eps = eps
-        self.rms_norm = kernels.rms_norm
+        self.rms_norm, self.add_up = kernels.rms_norm, kernels.add_up
         self.deferred = False
         """The one layer that reads it norms its input itself."""
         self.sum_is_left = False
         """So it does, and it can also make a sum that is not made yet."""
+        self.pending = False
+        """It has no residual, and its output has one reader, a norm or a sum, which calls `added_to`."""
+        self.next_makes_sum = False
+        """That reader can also make the sum."""
 
     def slots(self, path: str) -> dict[str, Slot]:
         return {f"{path}.weight": weight_slot(self.weight, self.plus_one)}
@@ -54,11 +58,19 @@ class RMSNorm(Layer):
         """Return the norm of hidden + residual [num_tokens, size], and the sum itself, written over `residual`. Without
         a residual, `hidden` is the sum. If the norm is deferred, the first is not normed: it is the sum as the layer
         that norms it takes it, perhaps HalfNormed, or Unsummed, which is the sum only after that layer has run."""
+        if self.pending:
+            assert isinstance(hidden, Tensor)
+            return Pending(self, hidden), hidden
         total = _total(hidden, residual, leaves=self.sum_is_left or not self.deferred)
-        if self.deferred:
-            return total, whole(total)
-        delta = total.delta if isinstance(total, Unsummed) else None
-        return self.rms_norm(whole(total), self.weight, self.eps, delta), whole(total)
+        return total if self.deferred else self.rms_norm(total, self.weight, self.eps), whole(total)
+
+    def computed(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self.weight, self.eps)
+
+    def added_to(self, x: Tensor, residual: Tensor) -> Tensor | Unsummed:
+        """Return the sum of x's norm and `residual`, written over it; perhaps not yet made."""
+        total = Unsummed(residual, x, self.weight, self.eps)
+        return total if self.next_makes_sum else self.add_up(total)
 
 
 class LayerNorm(Layer):
@@ -75,8 +87,7 @@ class LayerNorm(Layer):
         """Return the norm of hidden + residual [num_tokens, size], and the sum itself, written over `residual`. Without
         a residual, `hidden` is the sum."""
         total = _total(hidden, residual, leaves=True)
-        delta = total.delta if isinstance(total, Unsummed) else None
-        return self.layer_norm(whole(total), self.weight, self.bias, self.eps, delta), whole(total)
+        return self.layer_norm(total, self.weight, self.bias, self.eps), whole(total)
 
 
 def make_norm(norm: layer_parts.Norm, size: int, kernels: KernelTable, dtype: torch.dtype) -> RMSNorm | LayerNorm:

@@ -2,12 +2,13 @@
 
 In that run leaf layers (norms, linears, experts, embedding) only record which layer reads which output; the code in
 between is the model's own. An RMS norm with one reader is fused into that reader, and the sum with the residual in
-front of any norm into the layer whose output it adds. Layers do not know their neighbours; this module tells them,
-before `finalize`.
+front of any norm into the layer whose output it adds, which may be a norm too. Layers do not know their neighbours;
+this module tells them, before `finalize`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,11 +75,11 @@ class Norm:
         reader = readers[0] if len(readers) == 1 and isinstance(self.norm, RMSNorm) else None
         return reader if isinstance(reader, Linear | SparseMoE) else None
 
-    def source(self) -> RowParallelLinear | SparseMoE | None:
+    def source(self) -> RowParallelLinear | SparseMoE | RMSNorm | None:
         """Return the layer whose output is added to the residual here and read nowhere else, if it can add it
         itself."""
         maker = self.hidden.maker if self.adds and len(self.hidden.readers) == 1 else None
-        return maker if isinstance(maker, RowParallelLinear | SparseMoE) else None
+        return maker if isinstance(maker, RowParallelLinear | SparseMoE | RMSNorm) else None
 
 
 def fuse(model: Any, num_layers: int, device: torch.device) -> str:
@@ -90,8 +91,11 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
         why = f"{type(error).__name__}: {error}"
         return f"No norm is fused: a run of {type(model).__name__} cannot be recorded ({why})."
     fused = summed = 0
+    uses = Counter(recorded.norm for recorded in norms)
     for recorded in norms:
         norm, reader, source = recorded.norm, recorded.reader(), recorded.source()
+        if isinstance(source, RMSNorm) and uses[source] > 1:
+            source = None
         if reader is not None and isinstance(norm, RMSNorm):
             norm.deferred, norm.sum_is_left = True, isinstance(reader, Linear)
             reader.fuse_norm(norm)
@@ -99,8 +103,10 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
         if source is not None:
             source.pending = True
             summed += 1
-            if isinstance(norm, RMSNorm) and norm.sum_is_left:
-                source.fuse_next_norm(norm)
+        if isinstance(source, RMSNorm):
+            source.next_makes_sum = isinstance(norm, RMSNorm) and (norm.sum_is_left or not norm.deferred)
+        elif source is not None and isinstance(norm, RMSNorm) and norm.sum_is_left:
+            source.fuse_next_norm(norm)
     return (
         f"Fused: {fused} of {len(norms)} norms into the layers that read them, {summed} sums with the residual into "
         "the layers before."
@@ -150,7 +156,8 @@ def _norms(
 ) -> tuple[Placeholder, Placeholder]:
     read = hidden if isinstance(hidden, Placeholder) else Placeholder(None)
     read.readers.append(layer)
-    norms.append(Norm(layer, read, residual is not None, Placeholder(layer)))
+    adds = residual is not None
+    norms.append(Norm(layer, read, adds, Placeholder(None if adds else layer)))
     return norms[-1].out, Placeholder(None)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.kernels.norm import Unsummed, whole
+from headrace.kernels.norm import Unsummed
 from headrace.kernels.table import KernelTable
 from headrace.quantization.formats import WeightFormat
 
@@ -66,7 +66,7 @@ class FusedOps:
         weight, eps, kernel = self.norm_weight, self.norm_eps, rms_norm or self.rms_norm
         if weight is None or kernel is None:
             return None
-        return lambda x: kernel(whole(x), weight, eps, delta=x.delta if isinstance(x, Unsummed) else None)
+        return lambda x: kernel(x, weight, eps)
 
     def wrap(self, multiply: Multiply) -> Compute:
         """Return `multiply` with the operations done around it one after the other, none of them fused."""

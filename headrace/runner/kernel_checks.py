@@ -73,6 +73,10 @@ class Subject:
         last = {key(layer): layer for layer in self.layers(kind)}
         return [layer for layer in self.layers(kind) if layer is first[key(layer)] or layer is last[key(layer)]]
 
+    def kinds(self, kind: type[Kind], key: Callable[[Kind], Any]) -> list[Kind]:
+        """Return the first layer of each `key`."""
+        return list({key(layer): layer for layer in reversed(self.layers(kind))}.values())
+
     def rounding_linears(self) -> list[tuple[Linear, Rounding]]:
         """Return the first and the last linear of each size that rounds its input, each with how it does."""
         sized = self.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme))
@@ -80,7 +84,7 @@ class Subject:
 
     def attention_layers(self) -> list[Attention]:
         """Return one attention layer of each kind."""
-        return list({layer.spec: layer for layer in reversed(self.layers(Attention))}.values())
+        return self.kinds(Attention, lambda layer: layer.spec)
 
     def latent_layers(self) -> list[LatentAttention]:
         """Return one layer of latent attention of each kind."""
@@ -157,7 +161,7 @@ def _rms_norm_quantized(subject: Subject) -> Cases:
 
 
 def _gate_and_mul(subject: Subject) -> Cases:
-    for mlp in subject.ends(GatedMLP, lambda mlp: mlp.gate_up_proj.spec.out_features)[:1]:
+    for mlp in subject.kinds(GatedMLP, lambda mlp: (mlp.gate_up_proj.spec.out_features, mlp.activation)):
         yield from cases.gate_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, mlp.activation)
 
 
@@ -171,20 +175,38 @@ def _gate_and_mul_quantized(subject: Subject) -> Cases:
 
 
 def _layer_norm(subject: Subject) -> Cases:
-    for norm in subject.ends(LayerNorm)[:1]:
+    for norm in subject.kinds(LayerNorm, lambda norm: (norm.size, norm.weight is None, norm.bias is None)):
         yield from cases.layer_norm(subject.inputs, 40, norm.size, norm.weight, norm.bias, norm.eps)
 
 
+def _add_up(subject: Subject) -> Cases:
+    behind = [norm for norm in subject.layers(RMSNorm) if norm.pending and not norm.next_makes_sum]
+    for norm in behind[:1]:
+        yield from cases.add_up(subject.inputs, 40, norm.weight, norm.eps)
+
+
 def _qk_squares(subject: Subject) -> Cases:
-    for norm in subject.ends(QKNorm)[:1]:
+    for norm in subject.kinds(QKNorm, lambda norm: (norm.heads, norm.wide)):
         if norm.wide:
             yield from cases.qk_squares(subject.inputs, 24, norm.heads, norm.weight.shape[1])
 
 
 def _qk_norm(subject: Subject) -> Cases:
-    for norm in subject.ends(QKNorm)[:1]:
+    for norm in subject.kinds(QKNorm, lambda norm: (norm.heads, norm.wide)):
         of_norm = norm.heads, norm.norm.eps, norm.norm.kind == "layer", norm.wide
         yield from cases.qk_norm(subject.inputs, 24, norm.weight, *of_norm)
+
+
+def _clip(subject: Subject) -> Cases:
+    for layer in subject.attention_layers():
+        if layer.clip is not None:
+            yield from cases.clip(subject.inputs, 24, layer.qkv_proj.spec.out_features, layer.clip)
+
+
+def _gate_heads(subject: Subject) -> Cases:
+    for layer in subject.attention_layers():
+        if layer.output_gate:
+            yield from cases.gate_heads(subject.inputs, 24, layer.heads[0], layer.heads[1], layer.spec.head_dim)
 
 
 def _quantize(subject: Subject) -> Cases:
@@ -301,6 +323,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "rms_norm": _rms_norm,
     "rms_norm_quantized": _rms_norm_quantized,
     "layer_norm": _layer_norm,
+    "add_up": _add_up,
     "gate_and_mul": _gate_and_mul,
     "gate_and_mul_quantized": _gate_and_mul_quantized,
     "quantize": _quantize,
@@ -308,6 +331,8 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "narrow_linear": _narrow_linear,
     "qk_squares": _qk_squares,
     "qk_norm": _qk_norm,
+    "clip": _clip,
+    "gate_heads": _gate_heads,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
     "latent_rotary_and_cache": _latent_rotary_and_cache,

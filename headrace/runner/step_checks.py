@@ -13,7 +13,8 @@ from headrace.graph_sizes import GraphSettings
 from headrace.kernels.cases import relative_error
 from headrace.layers.attention import Attention
 from headrace.layers.moe import SparseMoE
-from headrace.runner.cuda_graph import CudaDevice, GraphDevice
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape
+from headrace.runner.input_batch import Batch
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.self_check import Check, switches
@@ -140,17 +141,21 @@ def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[
         runner.notes.take()
         step = steps[kind]
         runner.state.apply(steps["other"])
-        runner.forward(runner.batch_of(steps["other"]))
+
+        def batch(shape: Shape | None) -> Batch:  # behind the prompts alone, since a decode moves recurrent states on
+            runner.forward(runner.batch_of(steps["other"]))
+            return runner.batch_of(step, shape)
+
+        batch(None)
         graphs = runner.graphs
         assert graphs is not None
         shape = graphs.shape_of(step)
         if shape is None:
             return 0.0
-        batch = runner.batch_of(step, shape)
-        expected = runner.forward(batch)[0][: step.num_tokens].clone()
+        expected = runner.forward(batch(shape))[0][: step.num_tokens].clone()
         worst = 0.0
         for _ in range(3):  # eager, captured, replayed
-            worst = max(worst, relative_error(graphs.run(shape, batch)[: step.num_tokens], expected))
+            worst = max(worst, relative_error(graphs.run(shape, batch(shape))[: step.num_tokens], expected))
         if runner.notes.warnings:
             raise RuntimeError(runner.notes.warnings[-1])
         return worst

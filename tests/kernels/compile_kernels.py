@@ -17,6 +17,7 @@ from headrace.kernels import (
     batch,
     decode,
     delta_scan,
+    elementwise,
     filter,
     fp8,
     fp8_cache,
@@ -317,11 +318,15 @@ def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5)
-    norm.rms_norm(x, x[0], 1e-5, x)
-    norm.rms_norm(x, x[0].float(), 1e-5, x)
-    norm.layer_norm(x, x[0], None, 1e-5, x)
+    both = norm.Unsummed(x, x)
+    norm.rms_norm(both, x[0], 1e-5)
+    norm.rms_norm(both, x[0].float(), 1e-5)
+    norm.layer_norm(both, x[0], None, 1e-5)
     norm.layer_norm(x, x[0], x[0], 1e-5)
-    norm.layer_norm(x, None, None, 1e-5, x)
+    norm.layer_norm(both, None, None, 1e-5)
+    for weight in (x[0], x[0].float()):
+        norm.rms_norm(norm.Unsummed(x, x, weight, 1e-6), weight, 1e-5)
+        norm.add_up(norm.Unsummed(x, x, weight, 1e-6))
     for kind in activation.GATES:
         activation.gate_and_mul(x, kind)
     batch.copy_words(numbers, numbers)
@@ -339,6 +344,8 @@ def compile_rest():
     qkv = torch.zeros(16, 48, 128, dtype=torch.bfloat16)
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, True)
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, False, qk_norm.qk_squares(qkv, (32, 8)))
+    elementwise.clip(x, 8.0)
+    elementwise.gate_heads(torch.zeros(16, 32, 128, dtype=torch.bfloat16), torch.zeros(16, 80, 128, dtype=x.dtype))
     sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
     for scores in (x, x.float()):
         sampling.mask_tokens(scores, torch.zeros(16, 128, dtype=torch.int32), wide)
@@ -348,6 +355,7 @@ def compile_rest():
         norm._rms_norm_kernel, activation._gate_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
         batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
         rotary._rotary_and_cache_kernel, qk_norm._qk_norm_kernel, qk_norm._squares_kernel,
+        elementwise._clip_kernel, elementwise._gate_heads_kernel,
         sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
         attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,

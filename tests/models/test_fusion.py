@@ -90,9 +90,23 @@ def test_two_readers_force_a_norm_whole(context: Any) -> None:
 
 
 def test_a_norm_after_a_layer_computes_it_whole_and_is_read_by_no_linear(context: Any) -> None:
-    first, after, last = record(Joining(context), 1, torch.device("cpu"))
+    """It adds what it computes to the residual itself, unless it is used in another place too."""
+    block = Joining(context)
+    first, after, last = record(block, 1, torch.device("cpu"))
     assert first.out.readers[0] is not None
-    assert (first.reader(), after.reader(), after.source(), last.source()) == (None, None, None, None)
+    assert (first.reader(), after.reader(), after.source(), last.source()) == (None, None, None, block.norm)
+    fuse(block, 1, torch.device("cpu"))
+    assert not block.norm.pending
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo2ForCausalLM"])
+def test_norms_behind_a_layer_add_to_the_residual(architecture: str, tmp_path: Path) -> None:
+    """Where a norm reads the sum it makes it too: in one pass."""
+    save_tiny_model(architecture, next(iter(VARIANTS[architecture])), tmp_path)
+    model, between = Driver(tmp_path).model, architecture.startswith("Gemma")
+    behind = [norm for norm in model.modules() if isinstance(norm, RMSNorm) and norm.pending]
+    assert len(behind) == 2 * len(model.model.layers)
+    assert [norm.next_makes_sum for norm in behind] == [between] * (len(behind) - 1) + [True]
 
 
 @pytest.mark.parametrize("variant", [("LlamaForCausalLM", "biases"), ("Qwen2MoeForCausalLM", None)])

@@ -398,7 +398,13 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
     config = tiny_config(architecture, VARIANTS[architecture][variant])
     torch.manual_seed(7)
     model = model_class(config).eval()
-    generator = torch.Generator().manual_seed(len(variant))
+    fill_at_random(model, len(variant))
+    model.save_pretrained(folder)
+    return model
+
+
+def fill_at_random(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
@@ -408,8 +414,6 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2, generator=generator)
-    model.save_pretrained(folder)
-    return model
 
 
 @torch.inference_mode()

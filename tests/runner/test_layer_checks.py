@@ -306,9 +306,9 @@ KINDS = {
 """of decodes, other steps, and prompts that run alone"""
 
 
-def checked_graphs(mode: str) -> tuple[SelfCheck, GraphSettings | None]:
+def checked_graphs(mode: str, config: dict[str, Any] = LLAMA) -> tuple[SelfCheck, GraphSettings | None]:
     """(the check, what is left of `mode`)"""
-    found, refused = subject(kernels=KERNELS), set[str]()
+    found, refused = subject(config, kernels=KERNELS), set[str]()
     check, settings = SelfCheck(Group(), CPU), settings_of(mode, found)
     check.run(step_checks(found, settings, refused, RecordingDevice))
     return check, without_graphs(settings, refused)
@@ -344,6 +344,15 @@ def test_graphs(mode: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         assert (left.decode, left.other) == (kinds["decode"], kinds["other"])
         assert bool(left.alone_sizes) == (kinds["alone"] == "full")
+
+
+def test_graphs_of_recurrent_layers_begin_each_time_with_the_same_states() -> None:
+    sizes = {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention"] * 2}
+    config = {**LLAMA, **sizes, **heads, "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 16}
+    check, left = checked_graphs("PIECEWISE", {**config, "num_hidden_layers": 2})
+    assert check.demoted == []
+    assert left is not None
 
 
 def test_graphs_that_do_nothing_or_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,163 @@
+"""Compares the logits of a model of every family in bf16 with transformers', and looks at how they were computed.
+
+Models are those of the conformance tests (tests/models/tiny_configs.py), widened to sizes that kernels like, with
+random weights that bf16 holds. Their layers of experts send every token to all of theirs: a token that rounding sends
+elsewhere would say more about its router than about the family.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h200_parts.forced import Sequence, decode, stepped_core
+from h200_parts.format_numerics import BOUND, random_tokens, unmeasured, watch
+from h200_parts.numerics import compare
+from h200_parts.run import Run
+from headrace.config import EngineConfig
+from headrace.models.registry import SERVED
+
+PROMPTS = (1, 8, 24)
+"""requests of a batch, whose prompts together are beyond the kernels for few tokens in the last"""
+LONGEST, NEW_TOKENS = 20, 8
+VOCAB = 512
+MEDIUM: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 384, "vocab_size": VOCAB, "head_dim": 64, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64, "rotary_dim": 32, "kv_lora_rank": 128, "q_lora_rank": 96,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+"""fields that are changed where a tiny config has them"""
+ALWAYS = ("hidden_size", "intermediate_size", "vocab_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+TIME = 500.0
+"""Seconds after which no family is begun"""
+
+
+def family_numerics_cases(run: Run) -> None:
+    """Add a case for each family. It passes where the error against fp32 is at most BOUND times that of transformers in
+    bf16, graphs give the tokens of eager steps, no kernel was demoted and, on a GPU, no layer left more than products
+    to torch."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "models"))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    import tiny_configs
+    import transformers
+
+    began, left = time.monotonic(), []
+    for name in SERVED:
+        if not hasattr(transformers, name):
+            run.note(f"{name} is not in transformers {transformers.__version__}")
+        elif time.monotonic() - began > TIME:
+            left.append(name)
+        else:
+            case(run, name, tiny_configs)
+    if left:
+        run.case("time for all families", False, f"none for {', '.join(left)}")
+
+
+def case(run: Run, name: str, tiny_configs: Any) -> None:
+    """Add one family's case."""
+    folder = run.settings.work / name
+    try:
+        write_model(name, folder, tiny_configs)
+        batches = [random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if run.smoke else None]]
+        found = headrace_logits(run, folder, batches)
+        exact, theirs = (transformers_logits(run, name, folder, dtype, batches) for dtype in ("float32", "bfloat16"))
+    except Exception as error:  # the families behind it are still compared
+        run.case(name, False, f"{type(error).__name__}: {str(error)[:600]}")
+        return
+    ours, allowed = compare(found.sequences, exact).error, compare(theirs, exact).error
+    torch_path = ", ".join(f"{count} x {op}" for op, count in found.inside.items()) if not run.smoke else ""
+    said = f"error against fp32 {ours:.2e}, transformers' {allowed:.2e}, ratio {ours / allowed:.2f}; "
+    said += f"torch inside layers: {torch_path or 'none'}; by {found.backend}"
+    said += "".join(f"; {note}" for note in found.notes)
+    run.case(name, ours <= BOUND * allowed and not torch_path and not found.notes, said)
+
+
+def write_model(name: str, folder: Path, tiny_configs: Any) -> None:
+    """Write a checkpoint in float32 whose numbers are bf16's."""
+    import transformers
+
+    variant = next(iter(tiny_configs.VARIANTS[name].values()))
+    changes = {field: value for field, value in MEDIUM.items() if field in ALWAYS or variant.get(field) is not None}
+    experts = [variant[field] for field in EXPERTS if field in variant]
+    changes |= {"num_experts_per_tok": experts[0]} if experts else {}
+    rope = variant.get("rope_parameters", {})
+    if "mrope_section" in rope:
+        wider = MEDIUM["head_dim"] // 2 // sum(rope["mrope_section"])
+        changes["rope_parameters"] = {**rope, "mrope_section": [wider * size for size in rope["mrope_section"]]}
+    model_class = getattr(transformers, name)
+    model = model_class(tiny_configs.tiny_config(name, {**variant, **changes})).eval()
+    tiny_configs.fill_at_random(model, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+
+
+@dataclass
+class Found:
+    """Holds what one model gave."""
+
+    sequences: list[Sequence]
+    inside: Counter[str]
+    """what torch computed inside layers"""
+    backend: str
+    notes: list[str]
+    """what is not as it should be"""
+
+
+def headrace_logits(run: Run, folder: Path, batches: list[list[list[int]]]) -> Found:
+    """Return the logits of eager steps in bf16, and whether graphs give their tokens."""
+    knobs: dict[str, Any] = {
+        "model": str(folder), "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 32,
+        "max_num_batched_tokens": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 256,
+        "skip_tokenizer_init": True,
+    }  # fmt: skip
+    knobs |= {"device": "cpu", "cpu_threads": 1} if run.smoke else {"gpu_memory_utilization": 0.3}
+    made: list[Sequence] = []
+    inside: Counter[str] = Counter()
+    with unmeasured(), stepped_core(EngineConfig(**(knobs | run.settings.engine)), folder) as core:
+        worker: Any = core._executor._worker  # type: ignore[attr-defined]
+        facts, graphs = core.facts.workers[0], worker.runner.graphs
+        notes = [f"{name} demoted" for name in facts.demoted]
+        watch(worker.model, inside)
+        worker.runner.graphs = None
+        for batch in batches:
+            made += decode(core, *parts(batch))
+        prompts = [tokens[:-NEW_TOKENS] for tokens in batches[1]]
+        eager = [one.tokens for one in decode(core, prompts, NEW_TOKENS)]
+        worker.runner.graphs = graphs
+        for _ in range(3):  # sizes are met, captured and replayed
+            replayed = [one.tokens for one in decode(core, prompts, NEW_TOKENS)]
+        unlike = sum(one != other for one, other in zip(eager, replayed, strict=True))
+        notes += [f"graphs give other tokens to {unlike} of {len(eager)} requests"] if unlike else []
+        return Found(made, inside, worker.backend.name, notes)
+
+
+def parts(batch: list[list[int]]) -> tuple[list[list[int]], int, list[list[int]]]:
+    """Return prompts, how many tokens go on behind them, and these."""
+    return [tokens[:-NEW_TOKENS] for tokens in batch], NEW_TOKENS, [tokens[-NEW_TOKENS:] for tokens in batch]
+
+
+@torch.inference_mode()
+def transformers_logits(
+    run: Run, name: str, folder: Path, dtype: str, batches: list[list[list[int]]]
+) -> list[Sequence]:
+    """Run transformers' model over the same tokens."""
+    import transformers
+
+    model_class, eager = getattr(transformers, name), "eager"  # what is faster may leave out soft caps
+    model = model_class.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=eager)
+    model = model.to(run.settings.device).eval()
+    made = []
+    for tokens in (tokens for batch in batches for tokens in batch):
+        ids = torch.tensor([tokens[:-1]], device=run.settings.device)
+        made.append(Sequence(tokens[-NEW_TOKENS:], model(ids).logits[0, -NEW_TOKENS:]))
+    return made

@@ -1,0 +1,67 @@
+"""Changes numbers in place: holds what attention projects within limits, and multiplies its output by gates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+
+
+@triton.jit
+def _clip_kernel(x_ptr, x_stride, limit, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Hold numbers within +-limit, NaN stays; grid (rows, blocks of columns)."""
+    wait_for_inputs(OVERLAP)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + column
+    x = tl.load(ptrs, mask=column < width, other=0.0).to(tl.float32)
+    x = tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(ptrs, x.to(x_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _gate_heads_kernel(
+    x_ptr, projected_ptr, projected_stride, width,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Multiply by sigmoids; grid (num_tokens, blocks of columns)."""
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    behind_query = column // HEAD_DIM * (2 * HEAD_DIM) + HEAD_DIM + column % HEAD_DIM
+    gate = tl.load(projected_ptr + row * projected_stride + behind_query, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    share = tl.sigmoid(gate).to(dtype).to(tl.float32)
+    tl.store(x_ptr + row * width + column, (x * share).to(dtype), mask=inside)
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    """Change x # [rows, width], whose rows are contiguous, to what lies within +-limit, and return it."""
+    rows, width = x.shape
+    if rows:
+        block = min(1024, next_power_of_2(width))
+        _clip_kernel[(rows, -(-width // block))](x, x.stride(0), limit, width, BLOCK=block, num_warps=4, **overlap())
+    return x
+
+
+def gate_heads(x: Tensor, projected: Tensor) -> Tensor:
+    """Multiply attention's output x # [num_tokens, num_heads, head_dim], contiguous, by the sigmoids of its gates, and
+    return it. In projected # [num_tokens, at least 2 * num_heads, head_dim] each head's gate is behind its query."""
+    num_tokens, heads, dim = x.shape
+    if num_tokens:
+        width = heads * dim
+        block = min(1024, next_power_of_2(width))
+        _gate_heads_kernel[(num_tokens, -(-width // block))](
+            x, projected, projected.stride(0), width, HEAD_DIM=dim, BLOCK=block, num_warps=4, **overlap()
+        )
+    return x
+
+
+def clip_reference(x: Tensor, limit: float) -> Tensor:
+    return x.clamp_(-limit, limit)
+
+
+def gate_heads_reference(x: Tensor, projected: Tensor) -> Tensor:
+    return x.mul_(torch.sigmoid(projected[:, 1 : 2 * x.shape[1] : 2]))
