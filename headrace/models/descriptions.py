@@ -233,6 +233,13 @@ def alike(mixers: Sequence[Mixer], blocks: Sequence[FeedForward], norms: Norms, 
     return Described(layers, norm=norms.norm, **of_model)
 
 
+def mtp_weights(layer: LayerSpec) -> int:
+    """Return the parameters of one layer for further tokens (DeepSeek V3, arXiv 2412.19437), which joins a hidden state
+    and an embedding; without embedding and head, which are the model's own."""
+    hidden = layer.mixer.hidden_size
+    return layer.weights + 2 * hidden**2 + 3 * hidden
+
+
 def gpt_oss(c: Fields) -> Described:
     """Describe gpt-oss, with windows in every other layer from the first, sinks, and biases everywhere."""
     kinds = layer_types(c) or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]

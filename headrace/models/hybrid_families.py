@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from headrace.layer_parts import Norm, Norms
 from headrace.model_config import Fields, num_layers
-from headrace.model_spec import Parameter, RecurrentState, Split, linear
-from headrace.models.descriptions import Described, FeedForwards, alike, all_dense, attention, rms_norm
+from headrace.model_spec import LayerSpec, Parameter, RecurrentState, Split, linear
+from headrace.models.descriptions import (
+    Described,
+    FeedForwards,
+    alike,
+    all_dense,
+    attention,
+    mtp_weights,
+    rms_norm,
+)
 from headrace.models.ropes import read_rope
 
 NET = "linear_attn"
@@ -43,7 +51,8 @@ def gated_delta_net(c: Fields, norm: Norm, by_key_head: bool) -> RecurrentState:
 
 def qwen_hybrid(c: Fields, by_key_head: bool, feed_forwards: FeedForwards = all_dense) -> Described:
     """Describe Qwen3-Next and Qwen3.5, with gated attention in every `full_attention_interval`-th layer, or where
-    `layer_types` says, and weights of norms less one."""
+    `layer_types` says, and weights of norms less one. Files of Qwen3-Next hold one layer for further tokens, which its
+    config.json does not mention."""
     count, every, norm = num_layers(c), c.integer("full_attention_interval", 4), rms_norm(c, plus_one=True)
     kinds = c.texts("layer_types")
     kinds = kinds or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
@@ -54,5 +63,6 @@ def qwen_hybrid(c: Fields, by_key_head: bool, feed_forwards: FeedForwards = all_
         c, qkv_bias=bias, o_bias=bias, qk_norm="head", norm=norm, rope=read_rope(c, share=SHARE), output_gate=True
     )
     state = gated_delta_net(c, norm, by_key_head)
-    mixers = [state if kind == "linear_attention" else full for kind in kinds]
-    return alike(mixers, feed_forwards(c, False), Norms(norm=norm))
+    mixers, blocks = [state if kind == "linear_attention" else full for kind in kinds], feed_forwards(c, False)
+    drafts = c.integer("mtp_num_hidden_layers", int(by_key_head), 0) * mtp_weights(LayerSpec(full, blocks[-1]))
+    return alike(mixers, blocks, Norms(norm=norm), draft_weights=drafts)

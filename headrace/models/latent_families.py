@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.layer_parts import Norms
 from headrace.model_config import Fields, num_layers
 from headrace.model_spec import Experts, LatentAttention, LayerSpec
-from headrace.models.descriptions import Described, alike, dense, encoder, rms_norm
+from headrace.models.descriptions import Described, alike, dense, encoder, mtp_weights, rms_norm
 from headrace.models.encoders import kimi_vision
 from headrace.models.expert_families import behind_dense, sigmoid_experts, softmax_experts
 from headrace.models.ropes import read_rope
@@ -45,10 +45,9 @@ def _stretched(scaling: dict[str, float]) -> float:
 
 def _described(c: Fields, routed: Experts, sparse: list[bool]) -> Described:
     """Return a model whose layers have dense feed-forwards where they are not sparse. Its layers for further tokens
-    count as drafts, without embedding and head, which are the model's own."""
+    count as drafts."""
     hidden, mixer, plain, norms = c.integer("hidden_size"), latent_attention(c), dense(c), Norms(norm=rms_norm(c))
-    draft = LayerSpec(mixer, routed).weights + 2 * hidden**2 + 3 * hidden
-    drafts = c.integer("num_nextn_predict_layers", 0, 0) * draft
+    drafts = c.integer("num_nextn_predict_layers", 0, 0) * mtp_weights(LayerSpec(mixer, routed))
     blocks = [routed if one else plain for one in sparse]
     vision = encoder(c, kimi_vision, hidden)
     return alike([mixer] * len(blocks), blocks, norms, vision_weights=vision, draft_weights=drafts)

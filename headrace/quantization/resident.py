@@ -19,6 +19,8 @@ LEAST_GROUP = 16
 """as packed_layouts.py has it"""
 ARRIVED_BYTES = 32
 """of the counters of a tile's programs"""
+MULTIPLE = 16
+"""as gpu_linear.py has it"""
 INDEX_BYTES = 8
 """of an input's place in an order of inputs"""
 
@@ -48,9 +50,14 @@ def resident_bytes(format: WeightFormat, linear: HeldLinear, plain_bytes: int) -
     if is_tiled(format, experts=linear.experts > 0):
         return _tiled(format, linear) if _fits_tiles(format, linear, plain_bytes) else plain_bytes * linear.weights
     begins_within_block = format.in_blocks and linear.divided == "inputs" and linear.inputs % format.group_size
-    if format.widened or begins_within_block:
+    if format.widened or begins_within_block or (format.made_at_load and not linear.experts and _is_odd(linear)):
         return plain_bytes * linear.weights
     return linear.weights * format.bits // 8 + max(1, linear.experts) * _stored_scales(format, linear)
+
+
+def _is_odd(linear: HeldLinear) -> bool:
+    """Tell whether a linear of an unquantized checkpoint is not rounded, since the vendor's library cannot take it."""
+    return bool(sum(linear.outputs) % MULTIPLE or linear.inputs % MULTIPLE)
 
 
 def is_tiled(format: WeightFormat, experts: bool) -> bool:

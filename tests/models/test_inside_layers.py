@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.attention.torch_sdpa import TorchSdpa
 from headrace.kernels.table import REFERENCE_KERNELS
-from headrace.layers.latent_attention import LatentAttention
 from headrace.models.registry import SERVED
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -33,15 +32,13 @@ def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Uncounted(TorchSdpa):
-    forward = uncounted(TorchSdpa.forward)
+    forward, latent = uncounted(TorchSdpa.forward), uncounted(TorchSdpa.latent)
 
 
 def computed_by_torch(architecture: str, folder: Path) -> Counter[str]:
     """What torch computes inside the layers of a family, in prompts and decodes."""
     save_tiny_model(architecture, next(iter(VARIANTS[architecture])), folder)
     made, seen = driver.Driver(folder), Counter[str]()
-    if any(isinstance(module, LatentAttention) for module in made.model.modules()):
-        pytest.skip("latents are still torch's")
     watch(made.model, seen)
     made.greedy([[5], [17, 3, 99]], 2)
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -130,14 +131,18 @@ def test_checkpoints_of_known_size() -> None:
     assert mapped(kimi, MI300X, Parallel(tp=8)).weight_bytes * 8 / GIB == pytest.approx(554.3, rel=0.05)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "name", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "mistral-7b", "llama-3.1-405b"]
-)
+SERVED_HERE = [name for name, entry in catalogue().items() if entry.config["architectures"][0] in SERVED]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("name", SERVED_HERE)
 def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
-    """To the byte, on the first rank, in a model of two layers; in fp8 too."""
-    config = {**catalogue()[name].config, "num_hidden_layers": 2}
-    built = ModelConfig.from_dict(config)
+    """To the byte, on the first rank, of each model of the catalogue that is served, as if it were unquantized; and
+    rounded to fp8."""
+    config = copy.deepcopy(catalogue()[name].config)
+    for fields in (config, config.get("text_config", {})):
+        fields.pop("quantization_config", None)
+    built = ModelConfig.from_dict(config, defaults=SERVED[config["architectures"][0]].defaults)
     context = make_context(built, Mesh(Group(0, tp)), torch.bfloat16)
     model = build_model(built, context)
     layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
@@ -149,9 +154,10 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
         return sum(weight_bytes(layer) for _, layer in layers)
 
     assert mapped(shape, H200, Parallel(tp=tp)).weight_bytes == held()
-    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("bf16") / tp, rel=0.05)
+    near = 0.2 if any(layer.mixer.kind == "mla" for layer in shape.spec.layers) else 0.05  # ranks make latents whole
+    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("bf16") / tp, rel=near)
     attach_schemes(built, layers, context, "fp8")
-    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=0.05)
+    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=near)
     counted = mapped(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
     assert counted == held()
 
