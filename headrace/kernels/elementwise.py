@@ -1,4 +1,4 @@
-"""Changes numbers in place: holds what attention projects within limits, and multiplies its output by gates."""
+"""Computes in place limits of what attention projects, and products of its output with gates."""
 
 from __future__ import annotations
 

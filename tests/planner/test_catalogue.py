@@ -62,7 +62,7 @@ def _few_layers(config: dict[str, Any]) -> dict[str, Any]:
     text["num_hidden_layers"] = 6 if "sliding_window" in text else 4
     for experts in ("num_experts", "num_local_experts", "n_routed_experts"):
         if experts in text:
-            text[experts] = 8
+            text[experts] = 16
     if "vision_config" in config:
         vision = config["vision_config"]
         vision[next(key for key in vision if key.endswith(("num_hidden_layers", "depth")))] = 2
