@@ -85,7 +85,7 @@ class LatentAttention(Layer):
         qkv = self.qkv_a_proj(x)
         q, kv = qkv[:, : self.q_width], qkv[:, self.q_width :]
         if self.mixer.q_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q.contiguous())[0])
+            q = self.q_b_proj(self.q_a_layernorm(q)[0])
         q = self._rotated(q, kv, kv_cache, metadata, angles)
         if metadata.cut is None:
             attended = self._attend(q, kv_cache, metadata)
