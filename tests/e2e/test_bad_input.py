@@ -56,7 +56,13 @@ STARTS: dict[str, tuple[Callable[[Path], None] | None, list[str], list[str]]] = 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", STARTS)
+LATE = {"sampling defaults", "too long", "no GPU"}
+"""Told by the same part of a start as others here"""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in LATE else ()) for case in STARTS]
+)
 def test_start(case: str, tmp_path: Path) -> None:
     spoil, flags, names = STARTS[case]
     if case == "no GPU" and torch.cuda.is_available():

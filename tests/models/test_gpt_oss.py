@@ -71,7 +71,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @pytest.mark.parametrize(
     ("checkpoint", "options"),
-    [("plain", {}), ("plain", CHUNKS), ("mxfp4", CHUNKS), ("mixed", TWO_RANKS)],
+    [pytest.param("plain", {}, marks=pytest.mark.slow), ("plain", CHUNKS), ("mxfp4", CHUNKS), ("mixed", TWO_RANKS)],
     ids=["plain", "plain in chunks", "mxfp4 in chunks", "mixed on two ranks"],
 )
 def test_tokens_are_transformers(checkpoint: str, options: dict[str, Any], checkpoints: dict[str, Checkpoint]) -> None:

@@ -39,8 +39,26 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in W8A8:
         (root / "w8a8" / name).mkdir(parents=True)
         unpack(name, root / "w8a8" / name)
-    run_two(root / "rendezvous", (root / tool / name for tool, name in (*CASES, *(("w8a8", name) for name in W8A8))))
+    write_shared_expert_in_fp8(root / "shared")
+    models = [root / tool / name for tool, name in (*CASES, *(("w8a8", name) for name in W8A8))]
+    run_two(root / "rendezvous", [*models, root / "shared"])
     return root
+
+
+def write_shared_expert_in_fp8(folder: Path) -> None:
+    """As compressed-tensors has it, with a scale a token."""
+    save_tiny_model("Qwen2MoeForCausalLM", "full", folder)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    save_file(tensors, folder / "model.safetensors")
+    floats = {"type": "float", "num_bits": 8, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**floats, "strategy": "channel"}}
+    group["input_activations"] = {**floats, "strategy": "token", "dynamic": True}
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*gate$"]}
+    config["quantization_config"] = {**stated, "config_groups": {"group_0": group}}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @each_model
@@ -93,22 +111,8 @@ def test_what_a_gpu_holds_computes_the_same(
         assert notes == []
 
 
-def test_two_ranks_round_the_input_of_a_shared_expert_as_one_does(tmp_path: Path) -> None:
-    """In fp8 as compressed-tensors has it, with a scale a token."""
-    save_tiny_model("Qwen2MoeForCausalLM", "full", tmp_path)
-    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        scale = tensors[name].abs().amax(1, keepdim=True) / 448
-        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
-    save_file(tensors, tmp_path / "model.safetensors")
-    floats = {"type": "float", "num_bits": 8, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": {**floats, "strategy": "channel"}}
-    group["input_activations"] = {**floats, "strategy": "token", "dynamic": True}
-    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*gate$"]}
-    config["quantization_config"] = {**stated, "config_groups": {"group_0": group}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run_two(tmp_path / "rendezvous", [tmp_path])
-    check_two(tmp_path)
+def test_two_ranks_round_the_input_of_a_shared_expert_as_one_does(two_ranks: Path) -> None:
+    check_two(two_ranks / "shared")
 
 
 def damaged(tool: str, name: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:

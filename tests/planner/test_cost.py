@@ -16,15 +16,14 @@ from headrace.planner.constants import EFFICIENCIES, Efficiency, find_efficiency
 from headrace.planner.cost import StepModel, StepWork, distinct_experts, step_model
 from headrace.planner.parallel import Parallel
 from tests.planner.planner_cases import deployment, step_cost
+from tests.sampled import sampled
 
 DECODE = StepWork(32, 1000)
 PREFILL = StepWork(0, 0.0, 2048, 1024, 1)
 MIXED = StepWork(64, 500, 1024, 512, 2)
 
 
-@pytest.mark.parametrize("engine", ["headrace", "vllm"])
-@pytest.mark.parametrize("chip", sorted(CHIPS))
-@pytest.mark.parametrize("model", sorted(catalogue()))
+@sampled(("model", "chip", "engine"), sorted(catalogue()), sorted(CHIPS), ["headrace", "vllm"])
 def test_every_model_on_every_chip_costs_something_finite(model: str, chip: str, engine: str) -> None:
     for parallel in (Parallel(), Parallel(tp=8), Parallel(tp=8, pp=2), Parallel(dp=8, ep=True, dp_attention=True)):
         where = deployment(model, chip, parallel, engine=engine)

@@ -50,7 +50,7 @@ def test_the_grid_is_large() -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpu", "count", "objective", "load", "engine"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[pytest.mark.slow] if place % 5 else []) for place, case in enumerate(CASES)],
     ids=lambda value: str(value).replace(" ", "")[:30],
 )
 def test_a_plan(model: str, gpu: str, count: int, objective: str, load: dict[str, Any], engine: str) -> None:

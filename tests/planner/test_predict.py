@@ -33,7 +33,11 @@ OUTGROWING = Workload(128, 4096, 1000, 1000)
 @pytest.mark.parametrize(
     ("load", "engine"),
     [
-        *((load, engine) for load in CASES for engine in ("headrace", "vllm")),
+        *(
+            pytest.param(load, engine, marks=pytest.mark.slow if (place + vllm) % 2 else ())
+            for place, load in enumerate(CASES)
+            for vllm, engine in enumerate(("headrace", "vllm"))
+        ),
         (Workload(128, 2048, 600, 600), "vllm"),
         (Workload(3000, 3000, 300, 300), "vllm"),
         *(pytest.param(OUTGROWING, engine, marks=pytest.mark.slow) for engine in ("headrace", "vllm")),

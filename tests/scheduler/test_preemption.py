@@ -1,6 +1,7 @@
 """When blocks run out, the last in order gives its own back and computes again later.
 
-That tokens, scores and caches are right whoever is preempted, is what test_traffic.py asserts of random histories."""
+That it is the last, and that tokens, scores and caches are right whoever it is, is what test_traffic.py asserts of
+random histories."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from headrace.request import RequestStatus
 from headrace.scheduler.scheduler import Scheduler
 
-from .support import FILLER, batch, make_request, make_scheduler, results, run_step, run_to_end
+from .support import batch, make_request, make_scheduler, results, run_step
 
 
 def greedy_scheduler(**changes: Any) -> Scheduler:
@@ -27,31 +28,6 @@ def two_decodes(**changes: object) -> Scheduler:
     return scheduler
 
 
-def test_the_last_in_order_is_preempted_and_gives_its_row_back() -> None:
-    scheduler = two_decodes()
-    b = scheduler.requests["b"]
-    step, _ = run_step(scheduler)
-    assert batch(scheduler, step) == {"a": 1}
-    assert b.status is RequestStatus.PREEMPTED
-    assert step.freed_rows == [1]
-    assert (b.row, b.block_ids, b.num_computed_tokens, b.num_preemptions) == (-1, [], 0, 1)
-    stats = scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 1, 1)
-
-
-def test_the_preempted_resumes_by_computing_prompt_and_output_again() -> None:
-    scheduler = two_decodes(enable_prefix_caching=False)
-    run_step(scheduler)
-    scheduler.abort("a")
-    step, _ = run_step(scheduler)
-    assert [(new.row, new.prompt_token_ids, new.output_token_ids) for new in step.new_rows] == [
-        (0, [4, 5, 6], [FILLER, FILLER])
-    ]
-    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([0], [0], [5], [True])
-    assert len(step.block_updates[0].block_ids) == 2
-    assert len(run_to_end(scheduler)) == 5
-
-
 def test_what_is_still_cached_need_not_be_computed_again() -> None:
     scheduler = two_decodes()
     run_step(scheduler)
@@ -59,41 +35,6 @@ def test_what_is_still_cached_need_not_be_computed_again() -> None:
     step, _ = run_step(scheduler)
     assert (step.num_computed_tokens, step.num_scheduled_tokens) == ([4], [1])
     assert scheduler.requests["b"].num_cached_tokens == 0, "that counts the first admission only"
-
-
-def test_nothing_is_admitted_in_a_step_that_preempts_and_the_preempted_go_first() -> None:
-    scheduler = two_decodes()
-    scheduler.add_request(make_request("c", 1))
-    step, _ = run_step(scheduler)
-    assert batch(scheduler, step) == {"a": 1}
-    scheduler.abort("a")
-    step, _ = run_step(scheduler)
-    assert batch(scheduler, step) == {"b": 1, "c": 1}
-
-
-def test_priority_decides_who_is_preempted() -> None:
-    scheduler = greedy_scheduler(policy="priority", num_blocks=3)
-    scheduler.add_request(make_request("patient", [1, 2, 3], priority=5))
-    run_step(scheduler)
-    scheduler.add_request(make_request("urgent", [4, 5, 6], priority=0))
-    run_step(scheduler)  # patient has 5 tokens, 4 computed; urgent has 4, of which 3 are computed
-    step, _ = run_step(scheduler)  # patient takes the third block
-    assert batch(scheduler, step) == {"urgent": 1, "patient": 1}
-    step, _ = run_step(scheduler)  # urgent wants it
-    assert batch(scheduler, step) == {"urgent": 1}
-    assert scheduler.requests["patient"].status is RequestStatus.PREEMPTED
-
-
-def test_the_row_of_a_preempted_request_goes_to_an_urgent_newcomer() -> None:
-    scheduler = greedy_scheduler(policy="priority", num_blocks=3, max_num_seqs=2)
-    for name in ("a", "b"):
-        scheduler.add_request(make_request(name, [3, 4, 5], priority=3))
-    for _ in range(3):
-        run_step(scheduler)
-    assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
-    scheduler.add_request(make_request("urgent", 1, max_tokens=1, priority=0))
-    order = [output.request_id for output in run_to_end(scheduler) if output.finish_reason]
-    assert order == ["urgent", "a", "b"]
 
 
 def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_step() -> None:

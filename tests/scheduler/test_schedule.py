@@ -1,4 +1,6 @@
-"""What a step contains: budget, order of the batch, chunks, admissions, rows. No step ahead of its results here."""
+"""What a step contains: order of the batch, admissions, what the device is told. No step ahead of its results here.
+
+That budgets are used up, and rows and places in the queue kept, is what test_traffic.py asserts of random histories."""
 
 from __future__ import annotations
 
@@ -84,25 +86,7 @@ def test_a_decode_tells_of_blocks_only_when_one_is_added() -> None:
     assert all(not step.new_rows for step in steps[1:])
 
 
-def test_steps_are_numbered_and_an_idle_scheduler_spends_none() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 1, max_tokens=1))
-    assert run_step(scheduler)[0].step == 0
-    assert scheduler.schedule() is None
-    scheduler.add_request(make_request("b", 1, max_tokens=1))
-    assert run_step(scheduler)[0].step == 1
-
-
 # ---- the budget
-
-
-def test_a_long_prompt_is_split_and_samples_only_at_its_end() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=10)
-    scheduler.add_request(make_request("a", 25))
-    steps = [run_step(scheduler)[0] for _ in range(4)]
-    assert [step.num_computed_tokens for step in steps] == [[0], [10], [20], [25]]
-    assert [step.num_scheduled_tokens for step in steps] == [[10], [10], [5], [1]]
-    assert [step.samples for step in steps] == [[False], [False], [True], [True]]
 
 
 def test_decodes_come_first_then_the_prompt_under_way_then_new_ones() -> None:
@@ -123,23 +107,6 @@ def test_decodes_come_first_then_the_prompt_under_way_then_new_ones() -> None:
     ]
 
 
-def test_one_token_requests_stand_before_chunks_even_when_they_are_prompts() -> None:
-    scheduler = make_scheduler()
-    for name, length in (("long", 5), ("short", 1), ("longer", 6)):
-        scheduler.add_request(make_request(name, length))
-    step, _ = run_step(scheduler)
-    assert list(batch(scheduler, step).items()) == [("short", 1), ("long", 5), ("longer", 6)]
-
-
-def test_a_chunk_may_be_a_single_token_that_does_not_sample() -> None:
-    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=2)
-    scheduler.add_request(make_request("a", 1))
-    scheduler.add_request(make_request("b", 3))
-    steps = [run_step(scheduler)[0] for _ in range(3)]
-    assert [step.num_scheduled_tokens for step in steps] == [[1, 1], [1, 1], [1, 1]]
-    assert [step.samples for step in steps] == [[True, False], [True, False], [True, True]]
-
-
 def test_without_chunking_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it() -> None:
     scheduler = make_scheduler(enable_chunked_prefill=False, num_blocks=40)
     for name, first, length in (("a", 1, 10), ("b", 100, 60), ("c", 1, 1)):
@@ -152,31 +119,6 @@ def test_without_chunking_a_prompt_waits_until_it_fits_whole_and_nobody_overtake
 
 
 # ---- admission
-
-
-def test_rows_are_held_to_the_end_and_told_when_freed() -> None:
-    scheduler = make_scheduler(max_num_seqs=2)
-    for name, max_tokens in (("a", 1), ("b", 3), ("c", 9)):
-        scheduler.add_request(make_request(name, 2, max_tokens))
-    first, _ = run_step(scheduler)
-    assert [new.row for new in first.new_rows] == [0, 1]
-    assert scheduler.stats().num_waiting == 1
-
-    second, _ = run_step(scheduler)  # a has ended: its row is freed first, then filled for c
-    assert second.freed_rows == [0]
-    assert [new.row for new in second.new_rows] == [0]
-    assert batch(scheduler, second) == {"b": 1, "c": 2}
-    assert run_step(scheduler)[0].freed_rows == []
-
-
-def test_freed_rows_wait_for_the_next_step_and_are_no_work_by_themselves() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 2, max_tokens=1))
-    run_step(scheduler)
-    assert not scheduler.has_work()
-    assert scheduler.schedule() is None
-    scheduler.add_request(make_request("b", 2))
-    assert run_step(scheduler)[0].freed_rows == [0]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
@@ -198,13 +140,6 @@ def test_priority_orders_the_waiting_and_ties_go_by_arrival() -> None:
         scheduler.add_request(make_request(name, 2, max_tokens=1, priority=priority, arrival_time=arrival))
     outputs = run_to_end(scheduler)
     assert [output.request_id for output in outputs] == ["urgent", "early", "late"]
-
-
-def test_fcfs_ignores_priority() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    for name, priority in (("first", 5), ("second", 0)):
-        scheduler.add_request(make_request(name, 2, max_tokens=1, priority=priority))
-    assert [output.request_id for output in run_to_end(scheduler)] == ["first", "second"]
 
 
 # ---- prefix caching

@@ -52,6 +52,8 @@ class Traffic:
         self.in_flight: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
         self.admitted: list[str] = []
         self.num_steps = 0
+        self.members: dict[int, list[str]] = {}
+        """step -> ids of its requests"""
 
     # ---- operations
 
@@ -75,12 +77,11 @@ class Traffic:
         if len(self.in_flight) >= self.depth:
             self.take_result()
         due = [request for request in self.scheduler.running.items if self.is_due(request)]
-        step = self.scheduler.schedule()
+        step = self.plan()
         if step is None:
             # With nothing in flight there is no excuse: something can always run.
             assert self.in_flight or not self.scheduler.has_work()
             return False
-        self.num_steps += 1
         assert self.num_steps < MOST_STEPS, "no progress"
         self.check_step(step, due)
         if step.masked:
@@ -93,6 +94,40 @@ class Traffic:
             for table, block_ids, first in owned:
                 assert [table[place] for place in range(first, len(block_ids))] == block_ids[first:]
         return True
+
+    def plan(self) -> SchedulerOutput | None:
+        """The next step, by number and with whom it should have; idle turns take no number."""
+        before = {request.request_id for request in self.scheduler.running.items}
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        assert step.step == self.num_steps
+        self.num_steps += 1
+        owners = {request.row: request for request in self.scheduler.requests.values()}
+        self.members[step.step] = [owners[row].request_id for row in step.rows]
+        self.admitted += [owners[new.row].request_id for new in step.new_rows if not owners[new.row].num_preemptions]
+        if self.config.policy == "priority" or self.is_one_by_one:  # else clients take turns
+            self.check_order(step, before, {owners[new.row].request_id for new in step.new_rows})
+        return step
+
+    def check_order(self, step: SchedulerOutput, before: set[str], new: set[str]) -> None:
+        """The last in order give their blocks back, which goes to nobody in the same step; the first are admitted; and
+        a prompt is cut where the step is full. `before`: who ran before it; `new`: who has a row since."""
+        running, requests = self.scheduler.running.items, self.scheduler.requests.values()
+        waiting = [request for request in requests if request.status is not RequestStatus.RUNNING]
+        preempted = [request for request in waiting if request.request_id in before]
+        assert not preempted or not new or all(request.request_id in new for request in running), "nobody was left"
+        for request in preempted:
+            assert all(self.place_of(request) > self.place_of(other) for other in running)
+        for request in running:
+            if request.request_id in new - before:
+                assert all(self.place_of(request) < self.place_of(other) for other in waiting)
+        config = self.config
+        if not (preempted or config.mixed_step_tokens or config.num_drafts or self.scheduler.kv_cache.states):
+            assert all(step.samples) or step.num_tokens == config.max_num_batched_tokens
+
+    def place_of(self, request: Request) -> tuple[int, float]:
+        return request.core_request.priority * (self.config.policy == "priority"), request.core_request.arrival_time
 
     @staticmethod
     def is_due(request: Request) -> bool:
@@ -115,7 +150,6 @@ class Traffic:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
         owned = [request.row for request in self.scheduler.requests.values() if request.row >= 0]
         assert len(owned) == len(set(owned))
-        self.note_admissions(step)
         if not self.config.enable_chunked_prefill:
             assert all(step.samples)
 
@@ -170,17 +204,13 @@ class Traffic:
         if choice % 2:
             step = self.in_flight.popleft()[0] if self.in_flight else None
         else:
-            step = self.scheduler.schedule()
-            if step is not None:
-                self.note_admissions(step)
+            step = self.plan()
         if step is not None:
-            for output in self.scheduler.fail(step, "out of luck"):
-                assert output.error == "out of luck"
+            lost = [name for name in self.members[step.step] if name in self.scheduler.requests]
+            outputs = self.scheduler.fail(step, "out of luck")
+            assert [(output.request_id, output.error) for output in outputs] == [(name, "out of luck") for name in lost]
+            for output in outputs:
                 self.receive(output)
-
-    def note_admissions(self, step: SchedulerOutput) -> None:
-        owners = {request.row: request for request in self.scheduler.requests.values()}
-        self.admitted += [owners[new.row].request_id for new in step.new_rows if not owners[new.row].num_preemptions]
 
     @property
     def is_one_by_one(self) -> bool:
@@ -252,7 +282,7 @@ class Traffic:
                 self.take_result()
             elif kind < 13:
                 self.add()
-            elif kind < 15:
+            elif kind < 14:
                 self.abort(choice)
             else:
                 self.fail(choice)

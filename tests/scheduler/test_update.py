@@ -13,7 +13,7 @@ from headrace.request import EngineCoreOutput, FinishReason
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Logprobs, RunnerOutput
 
-from .support import make_request, make_scheduler, results, run_step, run_to_end
+from .support import make_request, make_scheduler, results, run_step
 
 EOS, USER_STOP = 2, 5
 
@@ -33,14 +33,6 @@ def feed(scheduler: Scheduler, *tokens: int) -> list[EngineCoreOutput]:
 # ---- how a request ends
 
 
-def test_length() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3, max_tokens=2))
-    first, second = run_to_end(scheduler)
-    assert (first.new_token_ids, first.finish_reason) == ([7], None)
-    assert (second.new_token_ids, second.finish_reason) == ([7], FinishReason.LENGTH)
-
-
 @pytest.mark.parametrize(("token", "told"), [(EOS, None), (USER_STOP, USER_STOP)])
 def test_stop_tokens_end_a_request_and_stay_in_its_output(token: int, told: int | None) -> None:
     scheduler = make_scheduler()
@@ -54,41 +46,7 @@ def test_stop_tokens_end_a_request_and_stay_in_its_output(token: int, told: int 
     assert not scheduler.has_work()
 
 
-def test_a_stop_counts_as_stop_even_where_the_length_is_reached() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3, max_tokens=2, stop_token_ids=[EOS]))
-    (output,) = feed(scheduler, 7, EOS)
-    assert output.finish_reason is FinishReason.STOP
-
-
-# ---- steps ahead of results
-
-
-def test_the_next_step_computes_the_token_in_flight() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3))
-    steps = [scheduler.schedule() for _ in range(3)]
-    assert [step.num_computed_tokens for step in steps] == [[0], [3], [4]]
-    assert scheduler.requests["a"].num_inflight == 3
-    for step in steps:
-        scheduler.update(step, results(step))
-    assert scheduler.requests["a"].num_inflight == 0
-
-
 # ---- aborts
-
-
-def test_an_abort_frees_everything_in_any_status_and_says_nothing() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.add_request(make_request("running", 3))
-    scheduler.add_request(make_request("waiting", 3))
-    step = scheduler.schedule()
-    scheduler.abort("running")
-    scheduler.abort("waiting")
-    scheduler.abort("unknown")
-    assert not scheduler.has_work()
-    assert scheduler.kv_cache.pages.pools[0].num_held == 0
-    assert scheduler.update(step, results(step)) == []
 
 
 def test_a_stop_string_found_late_takes_the_overlapped_tokens_out_of_the_cache() -> None:
@@ -171,34 +129,6 @@ def test_a_failed_step_does_not_free_a_row_that_has_a_new_owner() -> None:
     scheduler.fail(failing, "lost")
     assert [output.request_id for output in scheduler.update(following, results(following))] == ["heir"]
     assert run_step(scheduler)[0].freed_rows == [1]
-
-
-def test_a_step_may_fail_before_the_results_of_earlier_ones_are_in() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3))
-    first = scheduler.schedule()
-    scheduler.add_request(make_request("b", 3))
-    second = scheduler.schedule()
-    assert [output.request_id for output in scheduler.fail(second, "refused")] == ["a", "b"]
-    assert scheduler.update(first, results(first)) == []
-    assert not scheduler.has_work()
-
-
-def test_a_failed_step_ends_its_requests_and_no_others() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 3))
-    scheduler.add_request(make_request("gone", 3))
-    failing = scheduler.schedule()
-    scheduler.abort("gone")
-    scheduler.add_request(make_request("c", 3))
-    following = scheduler.schedule()
-    assert scheduler.fail(failing, "device lost") == [
-        EngineCoreOutput(request_id="a", new_token_ids=[], finish_reason=FinishReason.ERROR, error="device lost")
-    ]
-    outputs = scheduler.update(following, results(following))
-    assert [output.request_id for output in outputs] == ["c"]
-    assert run_to_end(scheduler)[-1].finish_reason is FinishReason.LENGTH
-    assert scheduler.kv_cache.pages.pools[0].num_held == 0
 
 
 # ---- drafts
