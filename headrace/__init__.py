@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # as typing.TYPE_CHECKING; importing typing would take lo
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
@@ -20,12 +21,14 @@ __all__ = [
 if TYPE_CHECKING:
     from typing import Any
 
+    from headrace.engine.beam_search import BeamSearchParams
     from headrace.llm import LLM, TextPrompt, TokensPrompt
     from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
     from headrace.structured_params import StructuredOutputsParams
 
 _HOMES = {
+    "BeamSearchParams": "engine.beam_search",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_params",
     "RequestOutput": "request",

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
@@ -19,6 +20,7 @@ from headrace.advice.flags.keywords import engine_keywords
 from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import make_metrics, model_folder
+from headrace.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, likely_next
 from headrace.engine.build import build_core
 from headrace.engine.conversation import render_chat, shown_messages
 from headrace.engine.core import EngineCore
@@ -55,7 +57,7 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 PROMPT_KEYS = TextPrompt.__annotations__.keys() | TokensPrompt.__annotations__.keys()
 NOT_HERE = {
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), "--runner"),
-    **dict.fromkeys(("beam_search", "sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
+    **dict.fromkeys(("sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "--worker-extension-cls"),
 }
 """Methods of vLLM's LLM that do not exist here -> a flag for which advice/flags/table.py says why."""
@@ -136,6 +138,29 @@ class LLM:
             for one in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: Any = None
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest outputs of each prompt that a search with beams finds, the best first. A step of all
+        searches is a batch of requests for one token each."""
+        _refuse_adapters(lora_request)
+        ends = self._inputs.limits.eos_token_ids
+        searches = []
+        for prompt in _as_list(prompts):
+            ids = self._tokenize(prompt, True)[1]
+            room = self.max_model_len - len(ids)
+            searches.append(BeamSearch(ids, replace(params, max_tokens=min(params.max_tokens, room)), frozenset(ends)))
+        while going := [search for search in searches if search.open]:
+            beams: list[Prompt] = [beam.tokens for search in going for beam in search.open]
+            steps = [search.step() for search in going for _ in search.open]
+            likely = iter(map(likely_next, self._run(beams, steps, False, False, None)))
+            for search in going:
+                search.advance([next(likely) for _ in search.open])
+        found = [BeamSearchOutput(search.best(params.beam_width)) for search in searches]
+        for sequence in (sequence for output in found for sequence in output.sequences):
+            sequence.text = None if self.tokenizer is None else self.tokenizer.decode(sequence.tokens)
+        return found
 
     def stats(self) -> SchedulerStats:
         """Return numbers of running and waiting requests and KV blocks, and counters since start."""

@@ -59,6 +59,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         layout = facts.workers[0].layout
         limits = ModelLimits.of(facts.config, model_config, layout, facts.num_pages, tokenizer)
+        self.limits = limits
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)

@@ -37,7 +37,15 @@ from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.output_formats import WITHOUT_FORMAT
 from headrace.server.protocol import ChatCompletionRequest
 from headrace.server.replies import OPENAI
-from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
+from headrace.server.requests import (
+    answer_headers,
+    beam_params,
+    check_choices,
+    check_common,
+    check_copies,
+    receive,
+    sampling_params,
+)
 from headrace.server.serving import Serving, new_id
 from headrace.server.tool_use import ToolUse, may_hold_calls, read_tool_use
 
@@ -81,6 +89,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest, id_prefix: str) -> C
     form = serving.formats.reasoning
     opened = form is not None and reasoning_open(rendered, form, request)
     parsing = _parsing(serving, request, use, opened)
+    grammar = chat_grammar(serving, request, use, rendered, opened)
     generation = Generation(
         response_id=new_id(id_prefix),
         model=model,
@@ -89,7 +98,8 @@ def _plan(serving: Serving, request: ChatCompletionRequest, id_prefix: str) -> C
         add_special_tokens=bool(request.add_special_tokens),  # the template has written them
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        grammar=chat_grammar(serving, request, use, rendered, opened),
+        grammar=grammar,
+        beams=beam_params(request, params, grammar),
         kept=frozenset() if parsing is None else serving.formats.kept,
     )
     # Of a model whose calls nothing finds, they stay text.

@@ -18,6 +18,7 @@ from headrace.server.protocol import CompletionRequest
 from headrace.server.replies import OPENAI
 from headrace.server.requests import (
     answer_headers,
+    beam_params,
     check_choices,
     check_common,
     check_copies,
@@ -60,7 +61,8 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         detokenize=serving.engine.tokenizer is not None,
     )
     check_copies(params, len(prompts) * params.n)
-    grammar = constraint_of(serving, request)
+    found = constraint_of(serving, request)
+    grammar = "" if found is None else found.to_text()
     return Generation(
         response_id=new_id("cmpl"),
         model=model,
@@ -69,7 +71,8 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         add_special_tokens=request.add_special_tokens is not False,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        grammar="" if grammar is None else grammar.to_text(),
+        grammar=grammar,
+        beams=beam_params(request, params, grammar),
     )
 
 

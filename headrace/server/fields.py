@@ -26,12 +26,11 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 REFUSED = frozenset((
     "stop_regex",  # SGLang
-    "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "logits_processors", "documents",
+    "suffix", "prompt_embeds", "truncate_prompt_tokens", "logits_processors", "documents",
     "lora_path", "modalities", "audio", "web_search_options", "function_call",
     "mcp_servers", "container",  # Anthropic's tools that run on its own machines
 ))  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
     "logits_processors": ([],),
     "documents": ([],),
     "modalities": (["text"],),

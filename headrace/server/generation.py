@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.engine.beam_search import BeamSearch, BeamSearchParams, beam_output, likely_next
 from headrace.engine.output_processor import OutputKind
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, ServerStoppingError
 from headrace.parsers.formats import ReasoningFormat
 from headrace.request import RequestOutput
+from headrace.sampling_params import SamplingParams
 from headrace.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from headrace.server.auth import CLIENT
 from headrace.server.protocol import StreamOptions
 from headrace.server.replies import Wire, encoder, error_headers, error_of
 from headrace.server.requests import Generation
-from headrace.server.serving import Serving
+from headrace.server.serving import Serving, new_id
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -231,22 +234,53 @@ class GenerationResponse(Response):
 
     async def collect(self) -> list[RequestOutput]:
         """Return one output for each prompt, with all of its choices."""
+        if self.generation.beams is not None:
+            return await self._search(self.generation.beams)
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._run("final")) as batches:
             async for batch in batches:
                 outputs.update(batch)
         return [outputs[index] for index in range(len(self.generation.prompts))]
 
-    async def _run(self, output_kind: OutputKind) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """Run all prompts; yield batches of (prompt index, output). Raises RequestError or QueueFullError before
-        anything runs, if one of the prompts cannot."""
-        generation, engine, params = self.generation, self.serving.engine, self.generation.params
-        prompts = await engine.prepare(generation.prompts, params, generation.add_special_tokens)
+    async def _search(self, beams: BeamSearchParams) -> list[RequestOutput]:
+        """Return the outputs that a search with beams finds for each prompt."""
+        generation, engine = self.generation, self.serving.engine
+        prompts = await engine.prepare(generation.prompts, generation.params, generation.add_special_tokens)
+        limits = engine.limits
+        searches = [
+            BeamSearch(ids, replace(beams, max_tokens=min(beams.max_tokens, limits.max_model_len - len(ids))),
+                       frozenset(limits.eos_token_ids))
+            for ids in prompts
+        ]  # fmt: skip
+        cached = [0] * len(searches)
+        while going := [place for place, search in enumerate(searches) if search.open]:
+            of = [place for place in going for _ in searches[place].open]
+            opened = [beam.tokens for place in going for beam in searches[place].open]
+            found: dict[int, RequestOutput] = {}
+            async with aclosing(self._run("final", opened, searches[going[0]].step())) as batches:
+                async for batch in batches:
+                    found.update(batch)
+            for place in going:
+                mine = [found[index] for index, owner in enumerate(of) if owner == place]
+                cached[place] = cached[place] or mine[0].num_cached_tokens
+                searches[place].advance([likely_next(output) for output in mine])
+        return [
+            beam_output(search, generation.params, engine.tokenizer, count)
+            for search, count in zip(searches, cached, strict=True)
+        ]
+
+    async def _run(
+        self, output_kind: OutputKind, opened: list[list[int]] | None = None, step: SamplingParams | None = None
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """Run all prompts, or what a search has `opened` for a `step`; yield batches of (prompt index, output). Raises
+        RequestError or QueueFullError before anything runs, if one of the prompts cannot."""
+        generation, engine, params = self.generation, self.serving.engine, step or self.generation.params
+        prompts = opened or await engine.prepare(generation.prompts, params, generation.add_special_tokens)
         with engine.queue.reserve(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as reservation:
             outputs = engine.generate(
                 prompts,
                 params,
-                generation.response_id,
+                generation.response_id if step is None else new_id(generation.response_id),
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 output_kind=output_kind,

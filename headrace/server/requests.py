@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from headrace.engine.beam_search import BeamSearchParams
 from headrace.errors import RequestError
 from headrace.sampling_params import MAX_N, SamplingParams, check_integer
 from headrace.server.body import convert, decode_object, read_body
@@ -50,6 +51,8 @@ class Generation:
     """What holds the answers, as structured_outputs/grammar.py writes it; empty: nothing does."""
     kept: frozenset[int] = frozenset()
     """Special tokens that stay in the text, as a parser looks for them."""
+    beams: BeamSearchParams | None = None
+    """How to search for the likeliest outputs; None: outputs are sampled."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,27 @@ def check_common(request: GenerateRequest) -> None:
         raise RequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
 
 
+def beam_params(request: GenerateRequest, params: SamplingParams, grammar: str) -> BeamSearchParams | None:
+    """Return how a request wants its outputs searched for, with n or best_of beams; None if they are sampled. Raises
+    RequestError for what a search cannot do."""
+    if not request.use_beam_search:
+        return None
+    refused = {
+        "stream": bool(request.stream), "logprobs": params.logprobs is not None, "echo": bool(request.echo),
+        "prompt_logprobs": params.prompt_logprobs is not None, "response_format": bool(grammar),
+        "stop": bool(params.stop), "temperature": bool(request.temperature),
+    }  # fmt: skip
+    for name, given in refused.items():
+        if given:
+            raise RequestError(f"{name} does not go with use_beam_search", name)
+    width = params.n if request.best_of is None else request.best_of
+    if width < params.n:
+        raise RequestError(f"best_of must be at least n, {params.n}, got {width}", "best_of")
+    most = 2**31 - 1 if params.max_tokens is None else params.max_tokens
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    return BeamSearchParams(width, most, bool(params.ignore_eos), length_penalty=penalty)
+
+
 def sampling_params(
     request: GenerateRequest,
     defaults: Mapping[str, Any],
@@ -151,6 +175,8 @@ def sampling_params(
     """Return a request's SamplingParams; `defaults` fill what it leaves out. Raises RequestError naming the field, its
     value and what would be accepted."""
     given = dict(defaults) | {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
+    if request.use_beam_search:
+        given.pop("best_of", None)  # it is the number of beams
     return SamplingParams(
         **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, detokenize=detokenize
     )

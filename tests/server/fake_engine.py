@@ -91,8 +91,8 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.active: set[str] = set()
         self.aborted: list[str] = []
-        limits = ModelLimits(self.vocab_size, max_model_len, (EOS,))
-        self.inputs = InputProcessor(limits, self.config, self.tokenizer)
+        self.limits = ModelLimits(self.vocab_size, max_model_len, (EOS,))
+        self.inputs = InputProcessor(self.limits, self.config, self.tokenizer)
 
     def check_health(self) -> None:
         if self.dead:
@@ -135,7 +135,8 @@ class FakeEngine:
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 max_tokens = self.inputs.process(name, ids, params, arrival_time=0.0, priority=priority,
                                                  cache_salt=cache_salt, grammar=grammar)[0].max_tokens  # fmt: skip
-                self.requests.append({"id": name, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
+                prompt = self.prompts.get(tuple(ids), ids)
+                self.requests.append({"id": name, "prompt": prompt, "ids": ids, "params": params,
                                       "salt": cache_salt, "priority": priority, "special": self.special,
                                       "client": client, "parent": request_id, "grammar": grammar,
                                       "kept": kept})  # fmt: skip

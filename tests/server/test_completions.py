@@ -284,3 +284,20 @@ def test_request_id_is_never_the_engines_key() -> None:
     assert len({request["id"] for request in engine.requests}) == 3
     assert all(request["id"].startswith("cmpl-") for request in engine.requests)
     assert "x-request-id" not in complete(make_app()).headers
+
+
+def test_a_search_with_beams() -> None:
+    """The scripted model thinks its second best token likelier than what it says, so beams leave its text."""
+    body = complete(make_app(), use_beam_search=True, n=2, best_of=3, max_tokens=3).json()
+    assert len(body["choices"]) == 2
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    assert body["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"stream": True}, "stream"), ({"logprobs": 1}, "logprobs"), ({"stop": "x"}, "stop"),
+     ({"n": 3, "best_of": 2}, "best_of"), ({"best_of": 11}, "beam_width")],
+)  # fmt: skip
+def test_what_does_not_go_with_beams(fields: dict[str, Any], param: str) -> None:
+    assert error_of(complete(make_app(), use_beam_search=True, max_tokens=2, **fields), 400)["param"] == param
