@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.parsers.arguments import collect_arguments, pass_arguments
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
-from headrace.parsers.json_text import as_string, collect_json
+from headrace.parsers.json_text import as_string, collect_arguments, collect_json, pass_arguments
 from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
 
 _OPEN = Markers("{", "[")

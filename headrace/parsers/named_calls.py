@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.parsers.arguments import pass_arguments
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
 from headrace.parsers.json_calls import JsonCalls
+from headrace.parsers.json_text import pass_arguments
 from headrace.parsers.reader import MAX_NAME, Reader, markers
 
 _NAME = re.compile(r"[^\s{}\[\]()<>\"'`|]+")

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from headrace.parsers.arguments import pass_arguments
 from headrace.parsers.calls import Calls
 from headrace.parsers.elements import element_json
 from headrace.parsers.events import Arguments, Steps
+from headrace.parsers.json_text import pass_arguments
 from headrace.parsers.literals import collected
 from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_string

@@ -15,9 +15,20 @@ from tests.parsers import test_elements as elements
 from tests.parsers import test_json_calls as json_calls
 from tests.parsers import test_named_calls as named_calls
 from tests.parsers.reading import answer, called, read
-from tests.parsers.test_gemma import QUOTE, function, gemma
-from tests.parsers.test_pythonic import AROUND
-from tests.parsers.test_tagged import WRITERS, typed
+from tests.parsers.writing import (
+    AROUND,
+    QUOTE,
+    WRITERS,
+    deepseek,
+    dsml,
+    function,
+    gemma,
+    kimi,
+    kimi_section,
+    minimax,
+    typed,
+    v3,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,3 +144,114 @@ def test_a_string_is_handed_on_as_it_comes(name: str, text: str) -> None:
     assert parser.feed("wor") == [Arguments(0, "wor")]
     events = parser.feed(' "ld"' + after) + parser.finish(cut=False)
     assert "".join(event.text for event in events if isinstance(event, Arguments)) == ' \\"ld\\""}'
+
+
+TAGGED: list[tuple[str, str]] = [
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\ny\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<function=f><parameter=a>x</parameter><parameter=b>y</parameter></function>"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter><parameter=b>y"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\ny\n</function>"),
+    (
+        "seed_oss",
+        "<seed:tool_call><function=f><parameter=a>x</parameter><parameter=b>y</parameter></seed:tool_call>",
+    ),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key><arg_value>y</tool_call>",
+    ),
+    ("minimax_m2", minimax("f", {"a": "x", "b": "y"}).replace("</invoke>\n", "")),
+    ("deepseek_v32", dsml("f", {"a": "x", "b": "y"}).replace("</｜DSML｜invoke>\n</｜DSML｜function_calls>", "")),
+]
+WEATHER = json_calls.WEATHER_TEXT
+F = ("f", {"a": "x"})
+MISSING: list[tuple[str, str, tuple[str, dict[str, Any]]]] = [
+    *((name, text, ("f", {"a": "x", "b": "y"})) for name, text in TAGGED),
+    *(
+        ("gemma4", "<|tool_call>call:f{" + body, F)
+        for body in (f"a:{QUOTE}x", f"a:{QUOTE}x{QUOTE}", f"a:{QUOTE}x{QUOTE}}}", f"a:{QUOTE}x<tool_call|>")
+    ),
+    *(
+        (name, begin + text, ("f", {"a": [1, 2]}))
+        for name, (begin, end) in AROUND.items()
+        for text in ("f(a=[1, 2", "f(a=[1, 2)", f"f(a=[1, 2]{end}")
+    ),
+    *((name, f"{begin}f(a={{'k': 'v", ("f", {"a": {"k": "v"}})) for name, (begin, _) in AROUND.items()),
+    *(
+        ("hermes", text, json_calls.WEATHER)
+        for text in (
+            f"<tool_call>{WEATHER}}}</tool_call>",
+            f"<tool_call>{WEATHER[:-1]}</tool_call>",
+            f"<tool_call>{WEATHER}",
+            f"<tool_call>\n{WEATHER}\n<tool_call>",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "call"), MISSING)
+def test_missing_markup_is_made_up_for(name: str, text: str, call: tuple[str, dict[str, Any]]) -> None:
+    """A model that ends without closing its tags still made its call; the next parameter ends an open value too."""
+    tools = (typed(a={"type": "string"}, b={"type": "string"}),) if name in WRITERS else ()
+    assert called(answer(name, text, *tools)) == [call]
+
+
+BRACKETS = [
+    "Let's try this: [",
+    "[1, 2, 3]",
+    "[link](https://x.org)",
+    "[f]",
+    "[f(1)]",
+    "[f(a)]",
+    "[f(a==1)]",
+    "a[i](b=1)",
+    "[ ]",
+    "[not f(a=1)]",
+    "[f (",
+    "[f(a=word",
+    "x = [" + "f" * 300 + "(a=1)]",
+]
+"""Text that begins as calls in Python do."""
+OBJECTS = ['{"answer": 42, "name": "x"}', '{"name": "Bob", "age": 3}', "[1, 2]", '[{"name": "Bob"}]', "{", "[", "{}",
+           '{"name": "Bob"', "{hello world[A(A=\t)", '{"name": "Bob", "arguments": "none"}']  # fmt: skip
+"""JSON that is no call."""
+BODIES = [
+    "", "no JSON", "{}", "[]", "{]", "{'name': 'f'}", '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
+    '{"name": "f", "arguments": [x]}', '{"name": "f", "arguments": Paris}', '{"name": "f", "arguments": {x: 1}}',
+    '{"arguments": {"a": 1}}', '{"name" "f"}', '["f"]', '{"name": "' + "f" * 300 + '", "arguments": {}}', "{{}}",
+    '{"name": "f", "arguments": {', '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": "\\ud800"}',
+]  # fmt: skip
+"""What stands where a call's object should."""
+NO_CALL: list[tuple[str, str]] = [
+    *((name, text) for name in ("pythonic", "llama4_pythonic") for text in BRACKETS),
+    *((name, text) for name in ("llama3_json", "xlam", "granite") for text in OBJECTS),
+    *(("hermes", text) for body in BODIES for text in (f"Hm: <tool_call>{body}</tool_call> so", f"<tool_call>{body}")),
+    *(
+        ("gemma4", text)
+        for text in ("<|tool_call>", "<|tool_call>f{}<tool_call|>", "<|tool_call>call:f<tool_call|>", "call:f{}")
+    ),
+    *(
+        ("minimax_m3", text.replace("@", elements.MARK))
+        for text in ("a ]<]minimax b", "a @ b", "@<b>", "@<tool_call>" + "x" * 300)
+    ),
+    *(
+        (name, f"Write {TOOL_FORMATS[name].openers[0]} {inside}")
+        for name in WRITERS
+        for inside in ("", "no call at all", "\n\n", "x" * 300)
+    ),
+    ("xlam", 'Like so:\n```json\n{"port": 80}\n```\nThat is all.'),
+    ("llama3_json", "<|python_tag|>print({'name': 1})"),
+    ("mistral", "The token [TOOL_CALLS] begins a call."),
+    ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]none"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("kimi_k2", kimi_section(kimi("functions.f:0", "Paris"))),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0"),
+    ("deepseek_v31", deepseek("words")),
+    ("deepseek_v3", deepseek(v3("f", "[x]"))),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALL)
+def test_what_is_no_call_is_content_word_for_word(name: str, text: str) -> None:
+    assert answer(name, text) == Answer(None, text)

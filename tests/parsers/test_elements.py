@@ -115,9 +115,7 @@ def test_sections_and_text_around() -> None:
     assert called(order(unclosed)) == called(order(unclosed + f"{MARK}</tool_call>")) == found[:1]
 
 
-def test_what_is_no_call() -> None:
-    for text in ("a ]<]minimax b", f"a {MARK} b", f"{MARK}<b>", f"{MARK}<tool_call>" + "x" * 300):
-        assert order(text) == Answer(content=text)
+def test_the_end_of_a_section_says_nothing() -> None:
     assert order(f"Done.{MARK}</tool_call>") == Answer(content="Done.")
 
 

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
 import pytest
 
-from headrace.parsers.output_parser import Answer
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
 from tests.parsers.reading import answer, called, read
-from tests.parsers.test_tagged import random_value, type_of
-
-QUOTE = '<|"|>'
-
-
-def gemma(name: str, body: str) -> str:
-    return f"<|tool_call>call:{name}{{{body}}}<tool_call|>"
-
-
-def function(name: str, body: str) -> str:
-    return f"<start_function_call>call:{name}{{{body}}}<end_function_call>"
-
-
-def written(value: Any) -> str:
-    """A value as Gemma writes it."""
-    if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(written, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
+from tests.parsers.writing import QUOTE, function, gemma, gemma_value, random_value, type_of
 
 
 def test_values_come_back_as_they_were_written() -> None:
     rng = random.Random()
     for _ in range(60):
         values = {f"p{place}": random_value(rng) for place in range(rng.randrange(5))}
-        text = gemma("f", written(values)[1:-1])
+        text = gemma("f", gemma_value(values)[1:-1])
         for pieces in ([text], list(text)):
             assert called(read(pieces, TOOL_FORMATS["gemma4"])) == [("f", values)], text
 
@@ -93,9 +70,9 @@ def test_strings_that_read_like_other_values_stay_strings(name: str) -> None:
         schemas = rng.choice(
             [schema_of(values), {"properties": {key: {"type": type_of(values[key])} for key in values}}]
         )
-        text = gemma("f", written(values)[1:-1])
+        text = gemma("f", gemma_value(values)[1:-1])
         if name == "functiongemma":
-            text = function("f", written(values)[1:-1].replace(QUOTE, "<escape>"))
+            text = function("f", gemma_value(values)[1:-1].replace(QUOTE, "<escape>"))
         for pieces in ([text], list(text)):
             assert called(read(pieces, TOOL_FORMATS[name], None, [FunctionTool("f", schemas)])) == [("f", values)], text
 
@@ -141,20 +118,6 @@ def test_function_gemma_quotes_every_argument() -> None:
     tool = FunctionTool("f", {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}})
     assert called(answer("functiongemma", function("f", body), tool)) == [("f", {"a": "42", "b": True, "c": "x, y"})]
     assert called(answer("functiongemma", function("f", "a:5,b:[1]"))) == [("f", {"a": 5, "b": [1]})]
-
-
-@pytest.mark.parametrize(
-    "body", [f"a:{QUOTE}x", f"a:{QUOTE}x{QUOTE}", f"a:{QUOTE}x{QUOTE}}}", f"a:{QUOTE}x<tool_call|>"]
-)
-def test_missing_markup_is_made_up_for(body: str) -> None:
-    assert called(answer("gemma4", "<|tool_call>call:f{" + body)) == [("f", {"a": "x"})]
-
-
-@pytest.mark.parametrize(
-    "text", ["<|tool_call>", "<|tool_call>f{}<tool_call|>", "<|tool_call>call:f<tool_call|>", "call:f{}"]
-)
-def test_what_is_no_call_is_content(text: str) -> None:
-    assert answer("gemma4", text) == Answer(content=text)
 
 
 def test_a_thought_beside_calls() -> None:

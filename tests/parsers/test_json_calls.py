@@ -93,35 +93,9 @@ def test_spellings_of_an_object(members: str, arguments: object) -> None:
         assert called(answer("hermes", f"<tool_call>{text}</tool_call>")) == [("f", arguments)]
 
 
-@pytest.mark.parametrize(
-    "body",
-    ["", "no JSON", "{}", "[]", "{]", "{'name': 'f'}", '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
-     '{"name": "f", "arguments": [x]}', '{"name": "f", "arguments": Paris}', '{"name": "f", "arguments": {x: 1}}',
-     '{"arguments": {"a": 1}}', '{"name" "f"}', '["f"]', '{"name": "' + "f" * 300 + '", "arguments": {}}', "{{}}",
-     '{"name": "f", "arguments": {', '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": "\\ud800"}'],
-)  # fmt: skip
-def test_a_malformed_call_is_given_back_word_for_word(body: str) -> None:
-    for text in (f"Hm: <tool_call>{body}</tool_call> so", f"<tool_call>{body}"):
-        assert answer("hermes", text) == Answer(None, text)
-
-
 def test_a_call_behind_a_malformed_one_is_found() -> None:
     result = answer("hermes", f"<tool_call>oops</tool_call><tool_call>{WEATHER_TEXT}</tool_call>")
     assert (result.content, called(result)) == ("<tool_call>oops</tool_call>", [WEATHER])
-
-
-def test_braces_and_tags_that_are_missing_or_too_many() -> None:
-    for text in (f"<tool_call>{WEATHER_TEXT}}}</tool_call>", f"<tool_call>{WEATHER_TEXT[:-1]}</tool_call>",
-                 f"<tool_call>{WEATHER_TEXT}", f"<tool_call>\n{WEATHER_TEXT}\n<tool_call>"):  # fmt: skip
-        assert called(answer("hermes", text)) == [WEATHER]
-
-
-@pytest.mark.parametrize("name", ["llama3_json", "xlam", "granite"])
-def test_json_that_is_no_call_is_content(name: str) -> None:
-    texts = ['{"answer": 42, "name": "x"}', '{"name": "Bob", "age": 3}', "[1, 2]", '[{"name": "Bob"}]', "{", "[", "{}",
-             '{"name": "Bob"', '{hello world[A(A=\t)', '{"name": "Bob", "arguments": "none"}']  # fmt: skip
-    for text in texts:
-        assert answer(name, text) == Answer(None, text)
 
 
 def test_a_bare_object_that_names_an_unknown_tool_is_content() -> None:
@@ -144,11 +118,6 @@ def test_a_bare_object_cut_by_max_tokens_is_content_unless_it_names_a_tool() -> 
     assert answer("llama3_json", '{"name": "Bo', tool, cut=True) == Answer(None, '{"name": "Bo')
 
 
-def test_code_behind_the_python_tag_is_content() -> None:
-    text = "<|python_tag|>print({'name': 1})"
-    assert answer("llama3_json", text) == Answer(None, text)
-
-
 @pytest.mark.parametrize(
     "text",
     [f"[{WEATHER_TEXT}]", f"```json\n[{WEATHER_TEXT}]\n```", f"```\n{WEATHER_TEXT}```", f" \n{WEATHER_TEXT}",
@@ -165,11 +134,6 @@ def test_xlam_calls_behind_a_thought_that_stays_content() -> None:
         result = answer("xlam", text)
         assert (result.content, called(result)) == (thought, [WEATHER])
     assert answer("xlam", f"{thought} [1]") == Answer(None, f"{thought} [1]")
-
-
-def test_fenced_json_that_is_no_call_is_content() -> None:
-    text = 'Like so:\n```json\n{"port": 80}\n```\nThat is all.'
-    assert answer("xlam", text) == Answer(None, text)
 
 
 def test_every_cut_into_three() -> None:

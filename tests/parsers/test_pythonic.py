@@ -12,14 +12,8 @@ from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
 from tests.parsers.reading import answer, called, read
-from tests.parsers.test_tagged import random_value
+from tests.parsers.writing import AROUND, random_value
 
-AROUND = {
-    "pythonic": ("[", "]"),
-    "llama4_pythonic": ("<|python_start|>[", "]<|python_end|>"),
-    "olmo3": ("<function_calls>", "</function_calls>"),
-    "lfm2": ("<|tool_call_start|>[", "]<|tool_call_end|>"),
-}
 formats = pytest.mark.parametrize("name", sorted(AROUND))
 
 
@@ -95,29 +89,6 @@ def test_names_may_begin_as_openai_allows(name: str) -> None:
         assert called(answer(name, f"{begin}{function}(a=1){end}", FunctionTool(function))) == [(function, {"a": 1})]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Let's try this: [",
-        "[1, 2, 3]",
-        "[link](https://x.org)",
-        "[f]",
-        "[f(1)]",
-        "[f(a)]",
-        "[f(a==1)]",
-        "a[i](b=1)",
-        "[ ]",
-        "[not f(a=1)]",
-        "[f (",
-        "[f(a=word",
-        "x = [" + "f" * 300 + "(a=1)]",
-    ],
-)
-@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
-def test_brackets_in_ordinary_text(name: str, text: str) -> None:
-    assert answer(name, text) == Answer(content=text)
-
-
 def test_llama_4_may_put_markup_around_a_list() -> None:
     text = "I look. <|python_start|>[f(a=1)]<|python_end|> Done."
     assert called(answer("pythonic", text)) == [("f", {"a": 1})]
@@ -128,14 +99,6 @@ def test_a_bare_list_calls_only_tools_that_there_are() -> None:
     text = "x = [Point(x=1, y=2)]"
     assert answer("pythonic", text, FunctionTool("f")) == Answer(content=text)
     assert called(answer("llama4_pythonic", "<|python_start|>[g(a=1)]", FunctionTool("f"))) == [("g", {"a": 1})]
-
-
-@formats
-def test_missing_brackets_are_made_up_for(name: str) -> None:
-    begin, end = AROUND[name]
-    for text in (f"{begin}f(a=[1, 2", f"{begin}f(a=[1, 2)", f"{begin}f(a=[1, 2]{end}"):
-        assert called(answer(name, text)) == [("f", {"a": [1, 2]})]
-    assert called(answer(name, f"{begin}f(a={{'k': 'v")) == [("f", {"a": {"k": "v"}})]
 
 
 def test_a_string_is_handed_on_as_it_comes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,102 +12,13 @@ from headrace.parsers.output_parser import Answer
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
 from tests.parsers.reading import answer, called, read
+from tests.parsers.writing import WRITERS, dsml, glm, minicpm, minimax, random_value, step, type_of, typed
 
-Written = dict[str, str]
-"""A call's parameters as the model writes them."""
-
-
-def qwen(name: str, values: Written, around: str = "") -> str:
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"<{around}tool_call>\n<function={name}>\n{parameters}</function>\n</{around}tool_call>"
-
-
-def seed(name: str, values: Written) -> str:
-    return qwen(name, values, "seed:")
-
-
-def glm(name: str, values: Written) -> str:
-    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
-    return f"<tool_call>{name}\n{pairs}</tool_call>"
-
-
-def hy(name: str, values: Written, mark: str = "") -> str:
-    pairs = "".join(
-        f"<arg_key{mark}>{key}</arg_key{mark}>\n<arg_value{mark}>{value}</arg_value{mark}>\n"
-        for key, value in values.items()
-    )
-    call = f"<tool_call{mark}>{name}<tool_sep{mark}>\n{pairs}</tool_call{mark}>\n"
-    return f"<tool_calls{mark}>\n{call}</tool_calls{mark}>"
-
-
-def invoke(name: str, values: Written, mark: str = "", extra: str = "") -> str:
-    parameters = "".join(
-        f'<{mark}parameter name="{key}"{extra}>{value}</{mark}parameter>\n' for key, value in values.items()
-    )
-    return f'<{mark}invoke name="{name}">\n{parameters}</{mark}invoke>\n'
-
-
-def minimax(name: str, values: Written) -> str:
-    return f"<minimax:tool_call>\n{invoke(name, values)}</minimax:tool_call>"
-
-
-def dsml(name: str, values: Written) -> str:
-    body = invoke(name, values, "｜DSML｜", ' string="false"')
-    return f"<｜DSML｜function_calls>\n{body}</｜DSML｜function_calls>"
-
-
-def step(name: str, values: Written) -> str:
-    body = invoke(name, values, "steptml:")
-    call = f"<｜tool_call_begin｜>function<｜tool_sep｜>{body}<｜tool_call_end｜>\n"
-    return f"<｜tool_calls_begin｜>\n{call}<｜tool_calls_end｜>"
-
-
-def minicpm(name: str, values: Written) -> str:
-    parameters = "".join(f'<param name="{key}">{value}</param>' for key, value in values.items())
-    return f'<function name="{name}">{parameters}</function>'
-
-
-WRITERS: dict[str, Callable[[str, Written], str]] = {
-    "qwen3_coder": qwen,
-    "seed_oss": seed,
-    "glm45": glm,
-    "hy_v3": hy,
-    "hunyuan": lambda name, values: hy(name, values, ":opensource"),
-    "minimax_m2": minimax,
-    "deepseek_v32": dsml,
-    "step3": step,
-    "minicpm5": minicpm,
-}
 GUESSING = ("glm45", "deepseek_v32", "minicpm5")
 """Formats in which a value without a schema is JSON if it looks like it."""
 
 
-def typed(**properties: Any) -> FunctionTool:
-    """The tool f, with the types of its parameters."""
-    return FunctionTool("f", {"type": "object", "properties": properties})
-
-
 formats = pytest.mark.parametrize("name", sorted(WRITERS))
-
-
-def random_value(rng: random.Random, depth: int = 0) -> Any:
-    """A JSON value."""
-    kind = rng.randrange(7 if depth < 3 else 5)
-    if kind == 0:
-        return rng.choice([True, False, None])
-    if kind == 1:
-        return rng.randint(-(10**20), 10**20)
-    if kind == 2:
-        return rng.uniform(-1e6, 1e6)
-    if kind in (3, 4):
-        return "".join(rng.choices("ab \n\t\"'\\{}[],:=|&é🎉1", k=rng.randrange(9)))
-    items = [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-    return items if kind == 5 else {f"k{place}": item for place, item in enumerate(items)}
-
-
-def type_of(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
 
 
 @formats
@@ -215,40 +125,6 @@ def test_dsml_says_what_is_a_string() -> None:
 def test_of_a_parameter_written_twice_the_last_counts(name: str) -> None:
     text = WRITERS[name]("f", {"key": "one", "yek": "two"}).replace("yek", "key")
     assert called(answer(name, text)) == [("f", {"key": "two"})]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\ny\n</function>\n</tool_call>"),
-        ("qwen3_coder", "<function=f><parameter=a>x</parameter><parameter=b>y</parameter></function>"),
-        ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter><parameter=b>y"),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\ny\n</function>"),
-        (
-            "seed_oss",
-            "<seed:tool_call><function=f><parameter=a>x</parameter><parameter=b>y</parameter></seed:tool_call>",
-        ),
-        (
-            "glm45",
-            "<tool_call>f\n<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key><arg_value>y</tool_call>",
-        ),
-        ("minimax_m2", minimax("f", {"a": "x", "b": "y"}).replace("</invoke>\n", "")),
-        ("deepseek_v32", dsml("f", {"a": "x", "b": "y"}).replace("</｜DSML｜invoke>\n</｜DSML｜function_calls>", "")),
-    ],
-)
-def test_missing_markup_is_made_up_for(name: str, text: str) -> None:
-    """A model that ends without closing its tags still made its call; the next parameter ends an open value too."""
-    assert called(answer(name, text, typed(a={"type": "string"}, b={"type": "string"}))) == [
-        ("f", {"a": "x", "b": "y"})
-    ]
-
-
-@formats
-@pytest.mark.parametrize("inside", ["", "no call at all", "\n\n", "x" * 300])
-def test_an_opener_without_a_call_is_content(name: str, inside: str) -> None:
-    text = f"Write {TOOL_FORMATS[name].openers[0]} {inside}"
-    found = answer(name, text)
-    assert (found.content, found.calls) == (text, [])
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2", "deepseek_v32"])
