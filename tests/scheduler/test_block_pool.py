@@ -32,23 +32,6 @@ class Blocks:
         return len(self.pages.free), self.pool.num_held, self.pool.num_cached
 
 
-def test_blocks_go_out_and_come_back() -> None:
-    blocks = Blocks(5)
-    taken = blocks.take(3)
-    assert taken == [0, 1, 2]
-    assert blocks.counts == (2, 3, 0)
-    blocks.pool.release(taken)
-    assert blocks.counts == (5, 0, 0)
-
-
-def test_asking_for_too_many_changes_nothing() -> None:
-    blocks = Blocks(3)
-    assert blocks.allocate(2) is not None
-    assert blocks.allocate(2) is None
-    assert blocks.counts == (1, 2, 0)
-    assert blocks.allocate(0) == []
-
-
 def test_released_content_stays_findable_until_evicted() -> None:
     blocks = Blocks(2)
     pool = blocks.pool
@@ -65,23 +48,6 @@ def test_released_content_stays_findable_until_evicted() -> None:
     assert blocks.counts == (0, 2, 0)
 
 
-def test_a_cached_block_can_be_held_again_and_by_several() -> None:
-    blocks = Blocks(1)
-    pool = blocks.pool
-    (block,) = blocks.take(1)
-    pool.register(block, b"content")
-    pool.release([block])
-    pool.hold([block])
-    pool.hold([block])
-    assert pool.ref_count(block) == 2
-    assert blocks.counts == (0, 1, 0)
-    pool.release([block])
-    assert blocks.counts == (0, 1, 0), "its other holder still has it"
-    assert blocks.allocate(1) is None
-    pool.release([block])
-    assert blocks.counts == (0, 0, 1)
-
-
 def test_the_least_recently_released_is_evicted_first_and_tails_before_heads() -> None:
     blocks = Blocks(4)
     pool = blocks.pool
@@ -95,17 +61,6 @@ def test_the_least_recently_released_is_evicted_first_and_tails_before_heads() -
     pool.release(older[:1])  # used again: now the most recent
     evicted = [blocks.take(1) for _ in range(4)]
     assert evicted == [[older[1]], [newer[1]], [newer[0]], [older[0]]]
-
-
-def test_equal_content_is_registered_once() -> None:
-    blocks = Blocks(2)
-    pool = blocks.pool
-    first, second = blocks.take(2)
-    pool.register(first, b"same")
-    pool.register(second, b"same")
-    assert pool.find(b"same") == first
-    pool.release([first, second])
-    assert blocks.counts == (1, 0, 1)
 
 
 def test_forgetting_content() -> None:

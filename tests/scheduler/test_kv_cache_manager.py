@@ -35,24 +35,11 @@ def test_equal_prefixes_have_equal_hashes() -> None:
     assert a[2] != b[2]
 
 
-def test_a_hash_covers_everything_before_its_block() -> None:
-    assert hashes([1, 2, 8, 8])[1] != hashes([3, 4, 8, 8])[1]
-    assert hashes([8, 8, 8, 8])[0] != hashes([8, 8, 8, 8])[1]
-
-
 def test_token_boundaries_and_salts_cannot_be_forged() -> None:
     prompts = [[1, 23], [12, 3], [123, 0], [0, 123], [258, 0], [2, 1]]
     salts = [None, "", "a", "b", "salt:", "unsalted", "\ud800"]
     found = [hashes(prompt, cache_salt=salt)[0] for prompt, salt in itertools.product(prompts, salts)]
     assert len(set(found)) == len(prompts) * len(salts)
-
-
-def test_hashing_in_parts_gives_the_same_chain() -> None:
-    whole = hashes(list(range(9)), block_size=3)
-    request = Request(make_request("r", list(range(9))))
-    for num_blocks in (1, 1, 3, 2):
-        extend_block_hashes(request, num_blocks, 3)
-    assert request.block_hashes == whole
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64])
@@ -69,28 +56,6 @@ def test_a_hit_ends_at_the_first_difference() -> None:
     manager = KVCacheManager(same_layout(2), 10, True)
     cached_request(manager, [1, 2, 3, 4, 5, 6, 7])
     assert manager.find_cached(Request(make_request("r", [1, 2, 3, 9, 5, 6, 7]))).num_blocks == 1
-
-
-def test_salts_do_not_see_each_other() -> None:
-    manager = KVCacheManager(same_layout(2), 10, True)
-    cached_request(manager, [1, 2, 3], cache_salt="mine")
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="mine"))).num_blocks == 1
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="yours"))) == (0, [[]])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == (0, [[]])
-
-
-def test_prompt_logprobs_need_every_position_computed() -> None:
-    manager = KVCacheManager(same_layout(2), 10, True)
-    cached_request(manager, [1, 2, 3])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3], prompt_logprobs=0))) == (0, [[]])
-
-
-def test_without_prefix_caching_nothing_is_hashed() -> None:
-    manager = KVCacheManager(same_layout(2), 10, False)
-    request = cached_request(manager, [1, 2, 3])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == (0, [[]])
-    assert request.block_hashes == []
-    assert len(manager.pages.free) == 10
 
 
 def test_admission_counts_cached_blocks_that_nobody_holds_as_both_hit_and_taken() -> None:
