@@ -316,6 +316,10 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "settle_lengths": Sweep(cases.settle_lengths, [()], [()]),
     "commit_tokens": Sweep(cases.commit_tokens, [(0,), (1,), (5,), (200,)], [(1,), (64,), (1000,)]),
+    "propose_ngram": Sweep(
+        cases.propose_ngram, [((), 2), ((1,), 1), ((7, 0, 40, 1), 3), ((1500, 30), 5)],
+        [((8192, 1, 100, 5000), 5), ((131000,), 3), (tuple(range(1, 3000, 29)), 4)],
+    ),
     "mask_tokens": Sweep(cases.mask_tokens, [(1, 1), (3, 31), (6, 37), (7, 2048), (5, 5001)], _LOGITS),
     "best_token": Sweep(cases.best_token, [(1, 5), (3, 5), (1, 2048), (3, 5000)], _LOGITS),
     "gumbel_argmax": Sweep(cases.gumbel_argmax, [(6, 1), (6, 37), (7, 1500)], _LOGITS),

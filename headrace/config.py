@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.speculation import Speculation
 
 
 def knob(
@@ -197,6 +198,12 @@ class EngineConfig:
         'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\' (NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, '
         "FULL_AND_PIECEWISE), cudagraph_capture_sizes, max_cudagraph_capture_size.",
     )
+    speculative_config: dict[str, Any] = knob(
+        {},
+        'JSON, e.g. \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}\': guess so many tokens '
+        "for each request and step, which the model verifies together; answers stay the same.",
+        short="-sc",
+    )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1, maximum=1024)
     log_level: str = server_knob(
@@ -209,12 +216,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self)
+        Speculation.of(self.speculative_config, self.tensor_parallel_size)
         limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if limit is not None and seqs is not None and seqs > limit:
             raise ConfigError(
                 f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({limit}): "
                 "every running request gets a token in every step"
             )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Return what guesses tokens; None: nothing does."""
+        return Speculation.of(self.speculative_config, self.tensor_parallel_size)
+
+    @property
+    def decode_len(self) -> int:
+        """Return the most tokens that a running request computes in a step: its last one, and guesses behind it."""
+        return 1 if (guesses := self.speculation) is None else 1 + guesses.num_tokens
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with other values, which are checked."""

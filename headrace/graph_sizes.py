@@ -58,13 +58,13 @@ class GraphSettings:
     max_model_len: int
     alone: str = "full"
     """prompts that run alone, where decodes are captured whole and other steps in pieces: `full` or `none`"""
-    decode_len: int = 1
-    """tokens of a decode, drafts included"""
+    decode_lens: tuple[int, ...] = (1,)
+    """numbers of tokens that each request of a step of decodes has, drafts included"""
 
     @staticmethod
     def of(
         compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int,
-        most_in_pieces: int = MOST_TOKENS,
+        most_in_pieces: int = MOST_TOKENS, decode_lens: tuple[int, ...] = (1,),
     ) -> GraphSettings | None:  # fmt: skip
         """Return what a `compilation_config` that the planner has resolved asks for; None: nothing is captured."""
         decode, other = GRAPH_MODES[compilation_config["cudagraph_mode"]]
@@ -82,12 +82,18 @@ class GraphSettings:
             tuple(size for size in other_sizes if size <= min(most or max_tokens, max_tokens)),
             max_num_seqs,
             max_model_len,
+            decode_lens=decode_lens,
         )
 
     def token_sizes(self, *modes: str) -> set[int]:
         """Return the numbers of tokens of all sizes that are captured in one of `modes`."""
-        decode = [size * self.decode_len for size in self.decode_sizes] if self.decode in modes else ()
-        return {*decode, *(self.other_sizes if self.other in modes else ())}
+        decode = self._decode_steps if self.decode in modes else ()
+        return {*(tokens for _, tokens in decode), *(self.other_sizes if self.other in modes else ())}
+
+    @property
+    def _decode_steps(self) -> list[tuple[int, int]]:
+        """The (requests, tokens) of all steps of decodes that are captured."""
+        return [(size, size * length) for size in self.decode_sizes for length in self.decode_lens]
 
     @property
     def most_tokens(self) -> int:
@@ -108,7 +114,7 @@ class GraphSettings:
     @property
     def num_full(self) -> int:
         """The number of graphs of whole steps, if every size comes up."""
-        decode = len(self.decode_sizes) + len(self.alone_sizes) if self.decode == "full" else 0
+        decode = len(self._decode_steps) + len(self.alone_sizes) if self.decode == "full" else 0
         widths = (self.max_num_seqs + 1).bit_length()  # numbers of requests that a mixed step is padded to
         return decode + (len(self.other_sizes) * widths if self.other == "full" else 0)
 
@@ -127,7 +133,7 @@ class GraphSettings:
         serves the others too, while a capture that is larger than all before it takes memory of its own. If only one
         request can run at a time, pieces (for prompts that continue) are left to be captured as they come up.
         """
-        decodes = [(size, size * self.decode_len) for size in self.decode_sizes] if self.decode != "none" else []
+        decodes = self._decode_steps if self.decode != "none" else []
         likely = sorted(self.other_sizes, key=lambda size: (size > MOST_TOKENS, -size))
         fewest = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         alone = set(self.alone_sizes)

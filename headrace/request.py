@@ -295,6 +295,28 @@ class StepTimes(msgspec.Struct):
     predicted: float = 0.0
 
 
+class DraftCounts(msgspec.Struct, frozen=True):
+    """Counts what was guessed, since start, and how much of it was right."""
+
+    num_drafts: int = 0
+    """Decodes that verified guesses."""
+    num_tokens: int = 0
+    num_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    """How often the first guess was accepted, the second, ..."""
+
+    def after(self, num_drafts: int, num_accepted: int) -> DraftCounts:
+        """Return the counts after a decode with `num_drafts` guesses, of which so many were accepted."""
+        places = max(num_drafts, len(self.accepted_at))
+        counts = (*self.accepted_at, *[0] * (places - len(self.accepted_at)))
+        return DraftCounts(
+            self.num_drafts + 1,
+            self.num_tokens + num_drafts,
+            self.num_accepted + num_accepted,
+            tuple(count + (place < num_accepted) for place, count in enumerate(counts)),
+        )
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """Holds the counters and gauges that the core sends with each step's outputs. Counters count since start."""
 
@@ -312,6 +334,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_free_blocks: int = 0
     """Pages that no request holds. Cached ones count as free, as they can be evicted."""
     num_preemptions: int = 0
+    drafts: DraftCounts = DraftCounts()
     prefix_cache_queries: int = 0
     """Prompt tokens looked up."""
     prefix_cache_hits: int = 0

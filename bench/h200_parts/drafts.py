@@ -1,17 +1,29 @@
-"""Measures decode steps with drafts: what a step of 8 requests costs where each verifies three drafted tokens."""
+"""Measures decode steps with drafts, and tokens where a known share of the drafts is right."""
 
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from msgspec import structs
+
 from h200_parts.offline import INPUT, OUTPUT, Bench
 from h200_parts.rows import Result
+from headrace.sampling_params import SamplingParams
+from headrace.spec_decode.ngram import NgramDrafter
 
 BATCH = 8
 NUM_DRAFTS = (0, 3)
+LOOKED_UP = 5
+ALLOWED, OTHER = 7, 11
+"""Tokens: the one that a forced request writes, and one that it does not."""
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+RANDOM = SamplingParams(temperature=1.0, seed=0, ignore_eos=True, detokenize=False)
+"""Writes what cannot be looked up: a model of random weights draws any of its tokens"""
+FORCED = SamplingParams(temperature=0.0, allowed_token_ids=[ALLOWED], ignore_eos=True, detokenize=False)
 
 
 class StaleDrafter:
@@ -19,53 +31,94 @@ class StaleDrafter:
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
+        self.num_layers = 0
 
-    def propose(self, batch: Any, state: Any, hidden: Any) -> None:
+    def fill(self, input_ids: Any, metadata: Any, tables: Any) -> None:
+        pass
+
+    def propose(self, tables: Any, rows: Any, longest: int) -> None:
         pass
 
 
+class ForcedDrafter(StaleDrafter):
+    """Drafts of which `right` are what a FORCED request writes, and the next is not, at the cost of three kernels."""
+
+    def __init__(self, num_drafts: int, right: int) -> None:
+        super().__init__(num_drafts)
+        self.guesses = [ALLOWED] * right + [OTHER] * (num_drafts - right)
+
+    def propose(self, tables: Any, rows: Any, longest: int) -> None:
+        import torch
+
+        if isinstance(self.guesses, list):
+            self.guesses = torch.tensor(self.guesses, dtype=torch.int32, device=rows.device)
+            self.places = torch.arange(self.num_drafts, device=rows.device)
+        rows = rows.long()
+        tables.token_table[rows[:, None], tables.num_known[rows, None] + self.places] = self.guesses
+
+
 def draft_rows(bench: Bench) -> None:
-    """Time steps without and with drafts. Leaves the engine with drafts, so it comes last.
+    """Time steps without and with drafts, and tokens where a known share of guesses is right. Leaves the engine with
+    drafts, so it comes last.
 
     Time and steps are of the same runs: a stale draft may be accepted by chance, and then a run takes fewer steps.
     """
-    settings, name = bench.settings, bench.model.name
-    input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
+    name = bench.model.name
     for num_drafts in NUM_DRAFTS:
-        use_drafts(bench.core, num_drafts)
-        prompts = bench.prompts(settings.requests(BATCH), input_len)
-        for length in (1, output_len, 1, output_len):  # a graph size is captured at its second use
-            bench.run(prompts, length)
-        samples, steps = [], 0
-        for _ in range(settings.repeats):
-            first, _ = timed(bench, prompts, 1)
-            whole, count = timed(bench, prompts, output_len)
-            samples.append(1000 * (whole - first) / (count - 1))
-            steps += count - 1
-        tokens = len(prompts) * (output_len - 1) * settings.repeats
-        notes = [f"{tokens / steps / len(prompts):.2f} tokens a request and step"]
-        bench.emit(Result(f"drafts/{name}/{num_drafts}", median(samples), samples, {"output": tokens}, notes=notes))
+        use_drafts(bench.core, StaleDrafter(num_drafts) if num_drafts else None)
+        time_steps(bench, f"drafts/{name}/{num_drafts}", BATCH, GREEDY)
+    for right in (0, 1, 2):
+        use_drafts(bench.core, ForcedDrafter(3, right))
+        for batch in (1, 8, 32):
+            time_steps(bench, f"drafts/{name}/right-{right}-of-3/{batch}", batch, FORCED)
+    propose = bench.core._executor._worker.kernels.propose_ngram
+    for drafter, label in ((None, "plain"), (NgramDrafter(LOOKED_UP, 2, 4, propose), "ngram")):
+        use_drafts(bench.core, drafter)
+        time_steps(bench, f"drafts/{name}/{label}-none/1", 1, RANDOM)
+        time_steps(bench, f"drafts/{name}/{label}-all/1", 1, FORCED)
+        for batch in (8, 32) if drafter is None else ():
+            time_steps(bench, f"drafts/{name}/{label}-all/{batch}", batch, FORCED)
 
 
-def timed(bench: Bench, prompts: list[list[int]], output_len: int) -> tuple[float, int]:
+def time_steps(bench: Bench, name: str, batch: int, params: SamplingParams) -> None:
+    """Emit the milliseconds of a step; its note says the tokens of a step and the milliseconds of a token."""
+    settings = bench.settings
+    output_len = settings.tokens(OUTPUT)
+    prompts = bench.prompts(settings.requests(batch), settings.tokens(INPUT))
+    for length in (1, output_len, 1, output_len):  # a graph size is captured at its second use
+        timed(bench, prompts, length, params)
+    samples, steps = [], 0
+    for _ in range(settings.repeats):
+        first, _ = timed(bench, prompts, 1, params)
+        whole, count = timed(bench, prompts, output_len, params)
+        samples.append(1000 * (whole - first) / (count - 1))
+        steps += count - 1
+    tokens = len(prompts) * (output_len - 1) * settings.repeats
+    each = tokens / steps / len(prompts)
+    notes = [f"{each:.2f} tokens a request and step, {median(samples) / each:.3f} ms a token"]
+    bench.emit(Result(name, median(samples), samples, {"output": tokens}, notes=notes))
+
+
+def timed(bench: Bench, prompts: list[list[int]], output_len: int, params: SamplingParams) -> tuple[float, int]:
     """Return the seconds and steps of a run. Steps in flight when the last request ended compute nothing of it."""
     before: int = bench.core.scheduler._next_step
-    seconds, _ = bench.run(prompts, output_len)
-    return seconds, bench.core.scheduler._next_step - before
+    start = time.perf_counter()
+    bench.llm.generate(prompts, structs.replace(params, max_tokens=output_len), use_tqdm=False)
+    return time.perf_counter() - start, bench.core.scheduler._next_step - before
 
 
-def use_drafts(core: Any, num_drafts: int) -> None:
-    """Give the core of an idle engine a new runner, whose rows and graphs have `num_drafts` drafts a decode."""
+def use_drafts(core: Any, drafter: Any) -> None:
+    """Give the core of an idle engine a new runner, with that drafter, or none."""
     from headrace.runner.model_runner import ModelRunner
 
     worker = core._executor._worker
-    runner, config = worker.runner, core.scheduler.config
-    graphs = runner.graph_settings and replace(runner.graph_settings, decode_len=1 + num_drafts)
+    runner, config, num_drafts = worker.runner, core.scheduler.config, drafter.num_drafts if drafter else 0
+    graphs = runner.graph_settings and replace(runner.graph_settings, decode_lens=(1 + num_drafts,))
     given = runner.model, runner.kernels, runner.shape, runner.limits, runner.device, graphs
     runner.graphs = None  # they refer to the runner, and so would keep its cache
     worker.runner = runner = None
     gc.collect()
     worker.memory.empty_cache()
-    worker.runner = ModelRunner(*given, drafter=StaleDrafter(num_drafts) if num_drafts else None)
+    worker.runner = ModelRunner(*given, drafter=drafter)
     worker.runner.allocate(config.num_pages)
     core.scheduler.config = replace(config, num_drafts=num_drafts)

@@ -127,6 +127,14 @@ def _other_rows() -> Iterator[RowSpec]:
     drafts = "8B bf16, step of 8 requests"
     yield RowSpec("drafts/bf16/0", "drafts", f"{drafts}, no drafts", "ms")
     yield RowSpec("drafts/bf16/3", "drafts", f"{drafts}, 3 drafts (at most 1.25 x)", "ms", None, 1.25, "drafts/bf16/0")
+    for batch in (1, 8, 32):
+        drafts = f"8B bf16, {batch} forced to one token, "
+        yield RowSpec(f"drafts/bf16/plain-all/{batch}", "drafts", f"{drafts}no drafts", "ms")
+        for right in range(3):
+            yield RowSpec(f"drafts/bf16/right-{right}-of-3/{batch}", "drafts", f"{drafts}{right} of 3 right", "ms")
+    yield RowSpec("drafts/bf16/plain-none/1", "drafts", "8B bf16, 1 drawing tokens at random, no drafts", "ms")
+    yield RowSpec("drafts/bf16/ngram-none/1", "drafts", "8B bf16, 1 drawing tokens at random, 5 by ngram", "ms")
+    yield RowSpec("drafts/bf16/ngram-all/1", "drafts", "8B bf16, 1 forced to one token, 5 by ngram", "ms")
     yield RowSpec("idle/bf16/128", "idle", "GPU idle between decode steps at batch 128 (trace)", "%", None, 3.0)
 
 

@@ -24,6 +24,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.executor.factory import detect_device, make_executor
+from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
 from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_pages
@@ -37,6 +38,7 @@ from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.table import resolve_format
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
+from headrace.speculation import NGRAM
 from headrace.step import WorkerFacts
 from headrace.structured_outputs.matcher import GrammarCompiler
 from headrace.structured_outputs.vocabulary import vocabulary
@@ -57,6 +59,7 @@ def build_core(
     `beside_server`: an HTTP process shares the machine, and answers are streamed. `executor`: `module:attribute` of a
     function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already."""
     model_config = read_served_config(folder)
+    config = with_local_draft(config)
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
@@ -80,6 +83,15 @@ def build_core(
     watch = None if prediction is None else StepWatch(prediction)
     patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later
     return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience)
+
+
+def with_local_draft(config: EngineConfig) -> EngineConfig:
+    """Return the config with the folder of the model that guesses tokens, downloaded if necessary, for its name."""
+    guesses = config.speculation
+    if guesses is None or not guesses.model:
+        return config
+    folder = resolve_model_folder(guesses.model, guesses.revision, config.download_dir, config.load_format)
+    return config.replace(speculative_config={**config.speculative_config, "model": str(folder)})
 
 
 def _grammar_compiler(
@@ -165,4 +177,6 @@ def _scheduler_config(facts: CoreFacts, mixed_step_tokens: int | None) -> Schedu
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         mixed_step_tokens=mixed_step_tokens,
+        num_drafts=config.decode_len - 1,
+        draft_places=0 if config.speculation is None or config.speculation.method == NGRAM else config.decode_len - 1,
     )

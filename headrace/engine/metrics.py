@@ -19,7 +19,7 @@ from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headrace.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats, StepTimes
+from headrace.request import DraftCounts, EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats, StepTimes
 from headrace.sampling_params import SamplingParams
 
 M = TypeVar("M", Counter, Gauge)
@@ -126,6 +126,15 @@ class EngineMetrics:
         self.mask_seconds = self._counter(
             "mask_seconds", "Time in which masks of grammars were made, while the device computed.", "headrace"
         )
+        self.drafts = self._counter("spec_decode_num_drafts", "Decodes that verified guessed tokens.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
+        self.accepted_at = self._metric(
+            Counter,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place behind the last known one (0: the first).",
+            "position",
+        )
         self.http_connections = self._gauge("http_connections", "Open connections of clients.", "headrace")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -216,10 +225,20 @@ class EngineMetrics:
         if stats.mask_seconds != seen.mask_seconds or stats.num_grammars != seen.num_grammars:
             self.grammars.inc(stats.num_grammars - seen.num_grammars)
             self.mask_seconds.inc(stats.mask_seconds - seen.mask_seconds)
+        if stats.drafts.num_drafts != seen.drafts.num_drafts:
+            self._count_drafts(seen.drafts, stats.drafts)
         if stats.graph_bytes != seen.graph_bytes:
             for kind in {*seen.graph_bytes, *stats.graph_bytes}:
                 self.graph_bytes.labels(**self._labels, kind=kind).set(stats.graph_bytes.get(kind, 0))
         return Iteration(self, outputs.timestamp or time.monotonic())
+
+    def _count_drafts(self, seen: DraftCounts, now: DraftCounts) -> None:
+        self.drafts.inc(now.num_drafts - seen.num_drafts)
+        self.draft_tokens.inc(now.num_tokens - seen.num_tokens)
+        self.accepted_tokens.inc(now.num_accepted - seen.num_accepted)
+        before = (*seen.accepted_at, *[0] * len(now.accepted_at))
+        for place, count in enumerate(now.accepted_at):
+            self.accepted_at.labels(**self._labels, position=str(place)).inc(count - before[place])
 
     def request_finished(
         self,

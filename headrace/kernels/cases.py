@@ -379,6 +379,23 @@ def commit_tokens(make: Inputs, count: int) -> Cases:
         yield Case(partial(_committed, make, samples, drafts), 0.0)
 
 
+def propose_ngram(make: Inputs, known: Sequence[int], num_drafts: int) -> Cases:
+    """Make rows of so many known tokens, of few different ones, so that there are matches of every length and none."""
+    most_known = max(known, default=1)
+    table = make.integers(0, 4, len(known) + 2, most_known + num_drafts + 1).int()
+    rows = make.some_of(len(known) + 2, len(known) + 2)[: len(known)].int()
+    num_known = torch.zeros(len(known) + 2, dtype=torch.int32, device=make.device)
+    num_known[rows.long()] = make.ints(*known)
+
+    def run(sizes: tuple[int, int], kernel: Kernel) -> Any:
+        drafted = table.clone()
+        kernel(drafted, num_known, rows, most_known, num_drafts, *sizes)
+        return drafted
+
+    for sizes in ((1, 1), (3, 8), (2, 5)):
+        yield Case(partial(run, sizes), 0.0)
+
+
 def _committed(make: Inputs, samples: tuple[Tensor, ...], offsets: Tensor | None, kernel: Kernel) -> Any:
     count = len(samples[0])
     table = torch.full((count + 101, 43), 9, dtype=torch.int32, device=make.device)

@@ -23,6 +23,7 @@ from headrace.kernels import (
     logsumexp,
     moe,
     narrow,
+    ngram,
     norm,
     qk_norm,
     rotary,
@@ -42,6 +43,7 @@ MODULES = {
     rotary: ("step_angles", "rotary_and_cache"),
     latent_cache: ("latent_rotary_and_cache",),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
+    ngram: ("propose_ngram",),
     sampling: ("mask_tokens", "best_token", "gumbel_argmax"),
     filter: ("filter_floor",),
     logsumexp: ("logsumexp",),
@@ -78,6 +80,7 @@ class KernelTable:
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     settle_lengths: Callable[..., None]
     commit_tokens: Callable[..., None]
+    propose_ngram: Callable[[Tensor, Tensor, Tensor, int, int, int, int], None]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]

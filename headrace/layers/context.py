@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,3 +28,8 @@ class LayerContext:
     """A token's result must not depend on what else is in the batch."""
     groups: Mapping[int, int] = field(default_factory=dict)
     """layer that caches something -> the cache group whose block table it uses"""
+
+    def layers(self, first: int, last: int | None = None) -> LayerContext:
+        """Return the context of the layers from `first` to `last`, which count from 0 in it."""
+        groups = {layer - first: group for layer, group in self.groups.items() if layer >= first}
+        return replace(self, specs=self.specs[first:last], groups=groups)

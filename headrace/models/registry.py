@@ -15,7 +15,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
-from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
+from headrace.model_spec import Attention, LatentAttention, LayerSpec, Mixer, ModelSpec
 from headrace.models import dense_families as families
 from headrace.models import descriptions, expert_families, hybrid_families, latent_families
 from headrace.models.descriptions import Describe
@@ -265,8 +265,10 @@ def attention_specs(
     device_type: str,
     batch_invariant: bool = False,
     kv_cache_dtype: str = "auto",
+    behind: tuple[LayerSpec, ...] = (),
 ) -> tuple[AttentionSpec | None, ...]:
-    """Return what each layer needs of attention on one of `tp_size` ranks; None: the layer has no attention.
+    """Return what each layer needs of attention on one of `tp_size` ranks; None: the layer has no attention. Layers
+    that guess tokens come `behind` the model's own.
 
     Raises UnsupportedModelError, and ConfigError where `tp_size` does not divide the heads.
     """
@@ -300,6 +302,7 @@ def attention_specs(
         return replace(spec, interleaved=mixer.rope is not None and mixer.rope.interleaved, **own)
 
     described = describe(config)
+    described = replace(described, layers=(*described.layers, *behind))
     specs = [on_a_rank(layer.mixer) for layer in described.layers]
     groups = cache_layout(described, tp_size, 1, block_size).group_of
     return tuple(

@@ -21,7 +21,7 @@ SHUFFLED_CACHE_FROM = 32
 FIRST_PORT = 8000
 PINNED = (
     "dtype", "kv_cache_dtype", "attention_backend", "block_size", "gpu_memory_utilization", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "compilation_config",
+    "max_num_seqs", "max_num_batched_tokens", "compilation_config", "speculative_config",
 )  # fmt: skip
 """Settings that the headrace line names only where the user did."""
 

@@ -13,12 +13,14 @@ from headrace.attention.table import Selection, select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
+from headrace.models.drafters import describe_draft
 from headrace.models.registry import attention_specs, describe
 from headrace.planner.fp8_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.memory_map import CPU_CACHE
 from headrace.planner.record import Decision
 from headrace.planner.shapes import expert_share
+from headrace.planner.speculation import decide_speculation
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.formats import UNQUANTIZED
 from headrace.quantization.table import resolve_format
@@ -83,17 +85,30 @@ def decide_before_load(
             f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}"
         )
 
+    changes["speculative_config"], speculation = decide_speculation(config, model, device_type)
+    decisions += speculation
+    decode_len = config.replace(speculative_config=changes["speculative_config"]).decode_len
     budget = settle(
         "max_num_batched_tokens",
         *token_budget(
-            device_type, config.enable_chunked_prefill, length, config.max_num_seqs, expert_share(describe(model))
+            device_type,
+            config.enable_chunked_prefill,
+            length,
+            config.max_num_seqs,
+            expert_share(describe(model)),
+            decode_len,
         ),
     )
     if not config.enable_chunked_prefill and budget < length:
         raise ConfigError(
             f"max_num_batched_tokens must be at least max_model_len ({length}) without chunked prefill, got {budget}"
         )
-    settle("max_num_seqs", *sequences(device_type, budget, config.expected_concurrency))
+    seqs = settle("max_num_seqs", *sequences(device_type, budget, config.expected_concurrency, decode_len))
+    if seqs * decode_len > budget:
+        raise ConfigError(
+            f"max_num_seqs ({seqs}) must be at most {budget // decode_len}: with speculative_config every running "
+            f"request gets {decode_len} tokens of a step, which has at most {budget} (max_num_batched_tokens)"
+        )
 
     if config.tensor_parallel_size > 1 and model.num_heads % config.tensor_parallel_size:
         raise ConfigError(
@@ -122,9 +137,10 @@ def decide_before_load(
 
 
 def token_budget(
-    device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None, share: float
+    device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None, share: float, decode_len: int = 1
 ) -> tuple[int, str]:
-    """Choose max_num_batched_tokens, and say why. `share`: the part of a layer's experts that a token uses."""
+    """Choose max_num_batched_tokens, and say why. `share`: the part of a layer's experts that a token uses.
+    `decode_len`: tokens of a running request in a step."""
     if device_type == "cuda" and WIDE_STEP * share < EXPERT_ROWS:
         budget, why = WIDER_STEP, f"a prefill chunk of which an expert sees {WIDER_STEP * share:.0f} tokens"
     elif device_type == "cuda":
@@ -133,14 +149,16 @@ def token_budget(
         budget, why = 2048, "bounds a step on CPU"
     if not chunked and budget < max_model_len:
         return max_model_len, "without chunked prefill a whole prompt must fit into one step"
-    if max_num_seqs is not None and budget < max_num_seqs:
-        return max_num_seqs, "every running request gets a token in every step"
+    if max_num_seqs is not None and budget < max_num_seqs * decode_len:
+        tokens = "a token" if decode_len == 1 else f"{decode_len} tokens"
+        return max_num_seqs * decode_len, f"every running request gets {tokens} in every step"
     return budget, why
 
 
-def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int, str]:
-    """Choose max_num_seqs, and say why. `expected`: requests in flight, if that is known."""
-    most = min(MOST_SEQS[device_type], budget)
+def sequences(device_type: str, budget: int, expected: int | None, decode_len: int = 1) -> tuple[int, str]:
+    """Choose max_num_seqs, and say why. `expected`: requests in flight, if that is known. `decode_len`: tokens of each
+    in a step."""
+    most = max(1, min(MOST_SEQS[device_type], budget) // decode_len)
     if expected is None:
         return most, f"what {DEVICES[device_type]} serves before latency suffers"
     enough = max(FEWEST_SEQS, 1 << (expected - 1).bit_length())
@@ -151,6 +169,7 @@ def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int,
 
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
     """The attention backend that the ranks will choose."""
+    draft = describe_draft(config.speculation, model)
     specs = attention_specs(
         model,
         tp_size=config.tensor_parallel_size,
@@ -159,6 +178,7 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Se
         device_type=device_type,
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=config.kv_cache_dtype,
+        behind=() if draft is None else draft.layers,
     )
     return select_backend(specs, config.attention_backend)
 

@@ -131,9 +131,11 @@ def memory_map(
     block_size: int = 16,
     graph_mode: str = "FULL_AND_PIECEWISE",
     speculates: bool = False,
+    decode_len: int = 1,
 ) -> MemoryMap:
     """Map one GPU's memory. Limits, and the tokens that the cache holds, are those of one replica or data-parallel
-    rank. `speculates`: layers that predict further tokens are loaded.
+    rank. `speculates`: layers that predict further tokens are loaded. `decode_len`: tokens that a running request has
+    in a step, guesses included.
 
     Never fails: what does not fit says by how much (`missing`), and a split that leaves a remainder is rounded up.
     """
@@ -149,13 +151,15 @@ def memory_map(
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
     if engine == "headrace":
         tables += _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's
-    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs, samples=True)
+    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * decode_len, samples=True)
     graphs = 0
     if engine == "vllm" and not on_cpu:
         kinds = len(set(GRAPH_MODES[graph_mode]) - {"none"})
         graphs = kinds * VLLM_GRAPH_SIZES * len(layers) * VLLM_GRAPH_LAYER
     elif not on_cpu:
-        graphs = _graph_bytes(deployment, len(layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest)
+        graphs = _graph_bytes(
+            deployment, len(layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest, decode_len
+        )
     communicates = parallel.gpus > parallel.replicas and not on_cpu
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if communicates else 0)
     usable = chip.memory_bytes if on_cpu else int(chip.memory_bytes * gpu_memory_utilization)
@@ -232,8 +236,8 @@ def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
 
 
 def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -> int:
-    """The most that a step of `tokens` tokens in `seqs` sequences holds at once: in the widest layer, or where it
-    samples. vLLM keeps the residual beside the hidden states, and logits in fp32 and twice over."""
+    """The most that a step of `tokens` tokens holds at once: in the widest layer, or where it samples `seqs` times.
+    vLLM keeps the residual beside the hidden states, and logits in fp32 and twice over."""
     shape, parallel, ours = deployment.shape, deployment.parallel, deployment.engine == "headrace"
     plain, tp, hidden, vocab = shape.plain_bytes, parallel.tp, shape.spec.hidden_size, shape.spec.vocab_size
     widest = 0.0
@@ -268,10 +272,12 @@ def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -
     return math.ceil(most)
 
 
-def _graph_bytes(deployment: Deployment, num_layers: int, mode: str, seqs: int, tokens: int, longest: int) -> int:
+def _graph_bytes(
+    deployment: Deployment, num_layers: int, mode: str, seqs: int, tokens: int, longest: int, decode_len: int
+) -> int:
     """Bytes of headrace's graphs, if all come up: what runner/profile.py expects."""
     most_in_pieces = deployment.shape.most_in_pieces(deployment.weight_format, deployment.parallel.tp)
-    settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces)
+    settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces, (decode_len,))
     if settings is None:
         return 0
     return _step_bytes(deployment, settings.most_tokens, seqs, samples=False) + settings.bytes_beside_pool(num_layers)

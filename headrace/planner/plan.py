@@ -23,6 +23,7 @@ from headrace.planner.search import Candidate, SearchResult, TooLarge, evaluate,
 from headrace.planner.settings import PACE, engine_decisions, parallel_decisions
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
+from headrace.planner.speculation import speculation_gaps
 
 GPU_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 """Numbers of GPUs, of which the fewest that fit are taken where nobody says how many."""
@@ -288,8 +289,7 @@ def _commands(scenario: Scenario, best: Candidate) -> tuple[list[Command], list[
         own = scenario if planned else scenario.asking(engine=engine, attention_backend=None)
         if engine == "headrace":
             gaps = [*own.model_gaps(), *layout_gaps(best.parallel)]
-            if scenario.request.speculative_config:
-                gaps.append("headrace does not speculate yet")
+            gaps += speculation_gaps(scenario.request.speculative_config)
             if gaps:
                 continue
         problem = own.format_problem()

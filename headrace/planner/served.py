@@ -141,6 +141,7 @@ def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerF
         gpu_memory_utilization=config.gpu_memory_utilization,
         block_size=config.block_size,
         graph_mode=config.compilation_config.get("cudagraph_mode", "NONE"),
+        decode_len=config.decode_len,
     )
 
 

@@ -282,7 +282,7 @@ def _speculation(scenario: Scenario) -> Decision:
     if given:
         return Decision(field, json.dumps(given), "given; not predicted", source="user")
     if scenario.engine == "headrace":
-        return Decision(field, "off", "headrace does not speculate yet")
+        return Decision(field, "off", "nobody asked for it", "ngram, where answers repeat parts of prompts")
     why = "how many draft tokens are accepted depends on the traffic"
     if scenario.shape.spec.draft_weights:
         other = "the checkpoint's own next-token layers with 1 token, below some 32 requests"

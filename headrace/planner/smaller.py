@@ -49,7 +49,7 @@ def smaller_plan(
         missing = pages_of_longest(config.replace(max_model_len=shortest), facts) - pages
     by_step = all(missing * fact.layout.page_bytes < fact.step_bytes for fact in facts)
     by_both = all(missing * fact.layout.page_bytes < fact.step_bytes + fact.graph_bytes for fact in facts)
-    enough = by_step and (tokens > max(_fewest(config), seqs) or seqs > FEW_SEQS)
+    enough = by_step and (tokens > max(_fewest(config), seqs * config.decode_len) or seqs > FEW_SEQS)
     mode = config.compilation_config["cudagraph_mode"]
     if by_both and not enough and mode != "NONE" and not GRAPH_KEYS & given.compilation_config.keys():
         eager = config.replace(compilation_config={**config.compilation_config, "cudagraph_mode": "NONE"})
@@ -79,7 +79,7 @@ def smaller_budget(config: EngineConfig, num_tokens: int) -> tuple[EngineConfig,
     """Return a config for later steps, after a step of `num_tokens` found no memory while serving: half the tokens, but
     never fewer than the sequences that may run need; None: it cannot be lowered."""
     tokens, seqs, _ = _sizes(config)
-    budget = max(_fewest(config), seqs, num_tokens // 2)
+    budget = max(_fewest(config), seqs * config.decode_len, num_tokens // 2)
     if budget >= tokens:
         return None
     return _change(config, f"a step of {num_tokens} tokens found no memory", max_num_batched_tokens=budget)
@@ -87,11 +87,11 @@ def smaller_budget(config: EngineConfig, num_tokens: int) -> tuple[EngineConfig,
 
 def _smaller_step(config: EngineConfig, reason: str) -> tuple[EngineConfig, list[Decision]]:
     """Half the tokens, down to what the sequences need; then half of both."""
-    (tokens, seqs, _), fewest = _sizes(config), _fewest(config)
-    if tokens > max(fewest, seqs):
-        return _change(config, reason, max_num_batched_tokens=max(fewest, seqs, tokens // 2))
+    (tokens, seqs, _), fewest, each = _sizes(config), _fewest(config), config.decode_len
+    if tokens > max(fewest, seqs * each):
+        return _change(config, reason, max_num_batched_tokens=max(fewest, seqs * each, tokens // 2))
     if seqs > 1:
-        return _change(config, reason, max_num_seqs=seqs // 2, max_num_batched_tokens=max(fewest, seqs // 2))
+        return _change(config, reason, max_num_seqs=seqs // 2, max_num_batched_tokens=max(fewest, seqs // 2 * each))
     raise OutOfMemoryError(f"not even the smallest plan fits: {reason}")
 
 

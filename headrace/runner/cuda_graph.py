@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
+from headrace.errors import HeadraceError
 from headrace.graph_sizes import GraphSettings
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import DeviceMemory, device_memory, first_line, is_out_of_memory
 from headrace.runner.pending import Notes
+from headrace.spec_decode.drafter import Drafter, Tables
 from headrace.step import SchedulerOutput
 
+DRAFTING = "drafting"
+"""Kind of graphs of what guesses tokens behind a step of decodes"""
 MOST_FAILURES = 3
 """After so many captures of a kind have failed for other reasons than memory, the kind is not captured any more. One
 failure alone says nothing about other sizes."""
@@ -32,7 +36,7 @@ class Shape(NamedTuple):
     """Says what a step is padded to, and is the key of its graph."""
 
     kind: str
-    """full | piecewise"""
+    """full | piecewise | DRAFTING"""
     decode: bool
     """padding is more decodes; else it is one request that has all of it, and requests without tokens"""
     num_reqs: int
@@ -121,14 +125,34 @@ class Forward(Protocol):
     """Describes what graphs need of the runner. Both methods take a batch whose tensors are views at fixed
     addresses."""
 
-    def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
-        """Return hidden states # [num_tokens, hidden_size] and the metadata given to attention. With `cut`, attention
-        is called through it, and nothing else depends on how the batch's tokens are spread over requests."""
+    def forward(
+        self, batch: Batch, cut: Callable[..., Tensor] | None = None
+    ) -> tuple[Tensor, AttentionMetadata | None]:
+        """Return hidden states # [num_tokens, hidden_size] and the metadata given to attention, if pieces need it. With
+        `cut`, attention is called through it, and nothing else depends on how the batch's tokens are spread over
+        requests."""
         ...
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Return the metadata of a batch whose positions and slots are already computed."""
         ...
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Stands in for the model where what is captured are guesses behind a step of decodes."""
+
+    drafter: Drafter
+    tables: Tables
+
+    def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, None]:
+        """Guess behind each row of the batch; return the last guesses # [R]."""
+        guesses = self.drafter.propose(self.tables, batch.rows, self.tables.max_model_len)
+        return (batch.rows if guesses is None else guesses), None
+
+    def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
+        """Raise an error: these graphs have no pieces."""
+        raise HeadraceError("guesses are not captured in pieces")
 
 
 @dataclass(frozen=True)
@@ -197,7 +221,7 @@ class _Captured:
     pieces: list[_Piece]
     last: Graph
     hidden: Tensor
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata | None
 
 
 class StepGraphs:
@@ -214,7 +238,10 @@ class StepGraphs:
         """by kind, and whether of a lone prompt: captures that failed for other reasons than memory"""
         self._captured: dict[Shape, _Captured] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes, settings.decode_len)
+        self._decode_shapes = {
+            length: self._lookup(settings.decode, True, settings.decode_sizes, length)
+            for length in settings.decode_lens
+        }
         self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
         self._alone_sizes = frozenset(settings.alone_sizes)
 
@@ -232,10 +259,11 @@ class StepGraphs:
         In a step of decodes every request runs one token and its drafts, and samples. (Prompt logprobs are never wanted
         after a token that samples.)
         """
-        num_reqs, num_tokens, length = len(step.rows), step.num_tokens, self.settings.decode_len
-        decodes = num_tokens == num_reqs * length and all(step.samples)
-        if decodes and (length == 1 or step.num_drafts == [length - 1] * num_reqs):
-            return self._decode_shapes[num_reqs] if num_reqs < len(self._decode_shapes) else None
+        num_reqs, num_tokens = len(step.rows), step.num_tokens
+        length, more = divmod(num_tokens, num_reqs)
+        decodes = not more and all(step.samples) and (step.num_drafts or [0] * num_reqs) == [length - 1] * num_reqs
+        if decodes and (shapes := self._decode_shapes.get(length)) is not None:
+            return shapes[num_reqs] if num_reqs < len(shapes) else None
         shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
         if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:
             return None
@@ -273,6 +301,7 @@ class StepGraphs:
                 return self._model.forward(batch, _attend_directly if shape.kind == "piecewise" else None)[0]
         if captured.pieces:
             inputs = captured.metadata
+            assert inputs is not None
             metadata = self._model.metadata(batch, inputs.positions, inputs.slot_mappings)
             for piece in captured.pieces:
                 piece.graph.replay()
@@ -328,8 +357,9 @@ class StepGraphs:
             try:
                 cut.begin()
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
-                metadata.cut = None  # it refers to these graphs, which would otherwise outlive their last use
-                metadata.plan = {}  # it refers to memory of the pool, which other captures may use
+                if metadata is not None:
+                    metadata.cut = None  # it refers to these graphs, which would otherwise outlive their last use
+                    metadata.plan = {}  # it refers to memory of the pool, which other captures may use
                 return _Captured(cut.pieces, cut.end(), self._device.borrow(hidden), metadata)
             finally:
                 cut.abandon()
@@ -357,8 +387,11 @@ def _attend_directly(attend: Callable[..., Tensor], *arguments: Any, shape: tupl
 
 def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
     """Return `batch` with host integers that hold for any lengths that a replay of the whole graph may meet. In a mixed
-    step any request may have any length, so none counts as a decode; a lone prompt is at most as long as its step."""
+    step any request may have any length and be a prompt, so none counts as a decode; a lone prompt is at most as long
+    as its step."""
     if shape.decode:
         return replace(batch, max_seq_len=max_model_len)
     longest, most = shape.num_tokens if shape.alone else max_model_len, max(2, shape.num_tokens)
-    return replace(batch, max_seq_len=longest, max_prompt_len=longest, max_query_len=most, num_decodes=0)
+    return replace(
+        batch, max_seq_len=longest, max_prompt_len=longest, max_query_len=most, num_decodes=0, decode_only=False
+    )

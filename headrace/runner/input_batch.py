@@ -78,7 +78,8 @@ class _Buffers:
 
 
 class InputBatch:
-    """Holds the buffers of a batch of at most `max_rows` requests and one of padding; a decode has `decode_len` tokens.
+    """Holds the buffers of a batch of at most `max_rows` requests and one of padding; a decode has up to `decode_len`
+    tokens.
 
     `stages` host copies take turns, so that one is filled while another is still being read. On a CPU they serve as the
     device's buffers too, unless addresses are to be `fixed`.
@@ -93,7 +94,7 @@ class InputBatch:
         copy_words: Callable[[Tensor, Tensor], None] = copy_words_reference,
         decode_len: int = 1,
     ) -> None:
-        self.decode_len = decode_len
+        self._has_drafts = decode_len > 1
         self._copy = copy_words
         self.max_rows = max_rows
         pinned = device.type != "cpu"
@@ -121,16 +122,17 @@ class InputBatch:
         padded_reqs: int | None = None,
         padded_tokens: int | None = None,
         all_rows: bool = False,
+        padded_len: int = 1,
     ) -> Batch:
         """Copy the step's integers to the device and return them as a batch.
 
-        Requests of padding, up to `padded_reqs`, are in the scratch row and have seq_len 0. Each has as many tokens as
-        a decode; with `padded_tokens`, the first has all tokens up to that number and the others none. `all_rows` makes
+        Requests of padding, up to `padded_reqs`, are in the scratch row and have seq_len 0. Each has `padded_len`
+        tokens; with `padded_tokens`, the first has all tokens up to that number and the others none. `all_rows` makes
         the result of `all_rows()` valid for this batch.
         """
         num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
-        tokens = padded_tokens or num_tokens + (padded - num_reqs) * self.decode_len
+        tokens = padded_tokens or num_tokens + (padded - num_reqs) * padded_len
         self._turn = (self._turn + 1) % len(self._stages)
         small, large = self._arrays[self._turn]
         facts = np.array((step.rows, step.num_computed_tokens, step.num_scheduled_tokens))
@@ -146,8 +148,8 @@ class InputBatch:
             small[1:3, num_reqs:end] = 0
             small[3, num_reqs + 1 : end + 1] = tokens
             if padded_tokens is None:
-                small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens, tokens, self.decode_len) + self.decode_len
-        if self.decode_len > 1:
+                small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens, tokens, padded_len) + padded_len
+        if self._has_drafts:
             num_samples = self._fill_samples(step, large, facts[0], starts, ends)
         else:
             num_samples = sum(step.samples)

@@ -341,6 +341,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "prepare_batch": _prepare_batch,
     "settle_lengths": lambda subject: cases.settle_lengths(subject.inputs),
     "commit_tokens": lambda subject: cases.commit_tokens(subject.inputs, 8),
+    "propose_ngram": lambda subject: cases.propose_ngram(subject.inputs, (9, 1, 0, 2000), 5),
     "mask_tokens": lambda subject: cases.mask_tokens(subject.inputs, 6, subject.vocab_size),
     "best_token": lambda subject: cases.best_token(subject.inputs, 6, subject.vocab_size),
     "gumbel_argmax": lambda subject: cases.gumbel_argmax(subject.inputs, 6, subject.vocab_size),

@@ -44,6 +44,8 @@ class CacheShape:
     """of each layer; None: the layer caches a recurrent state, or nothing"""
     dtype: torch.dtype
     """of keys and values"""
+    num_drafting: int = 0
+    """how many of the layers, the last ones, are not the model's own but guess tokens"""
 
     @property
     def num_layers(self) -> int:
@@ -68,10 +70,15 @@ class CacheShape:
 
 
 def cache_shape(
-    model: ModelSpec, specs: tuple[AttentionSpec | None, ...], ranks: int, block_size: int, dtype: torch.dtype
+    model: ModelSpec,
+    specs: tuple[AttentionSpec | None, ...],
+    ranks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    num_drafting: int = 0,
 ) -> CacheShape:
     """Return what one of `ranks` caches, whose layers have the attention `specs`."""
-    return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype)
+    return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype, num_drafting)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,16 @@ class KVCache:
     layers: list[Tensor | None]
     """[2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] for attention, [1, ...] for latent attention, whose
     values are part of its keys; [num_blocks, numbers] float32 for a recurrent state; None: the layer caches nothing"""
+
+    @property
+    def of_model(self) -> list[Tensor | None]:
+        """The caches of the model's own layers."""
+        return self.layers[: len(self.layers) - self.shape.num_drafting]
+
+    @property
+    def of_drafter(self) -> list[Tensor | None]:
+        """The caches of the layers that guess tokens."""
+        return self.layers[len(self.layers) - self.shape.num_drafting :]
 
     @property
     def scratch_blocks(self) -> list[int]:

@@ -134,6 +134,13 @@ def settle_kv_scales(calibration: Calibration, calculate: bool) -> SettledScales
     return SettledScales(note, error, "" if bearable else _remedy(calibration, hidden, caches))
 
 
+def fill_missing_scales(model: nn.Module | None) -> None:
+    """Fill in 1.0 where the checkpoint of a model that guesses tokens brings no scales: they change no answer."""
+    for layer in () if model is None else model.modules():
+        if isinstance(layer, Attention) and layer.kv_scale is not None:
+            layer.kv_scale.nan_to_num_(1.0)
+
+
 def _remedy(calibration: Calibration, hidden: Tensor, caches: list[Tensor]) -> str:
     """Return the cache types with which this model still works."""
     dtype = str(calibration.dtype).removeprefix("torch.")

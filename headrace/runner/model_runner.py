@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
-from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
+from headrace.runner.cuda_graph import DRAFTING, CudaDevice, Drafting, GraphDevice, Shape, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
@@ -27,6 +27,7 @@ from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.masks import StepMasks, step_masks
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.transfer import to_device
+from headrace.spec_decode.drafter import Drafter, Tables
 from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Masks, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -47,21 +48,6 @@ class CausalModel(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """Guesses the tokens that follow the known ones of a row. Wrong guesses cost time and nothing else."""
-
-    num_drafts: int
-    """guesses for each row"""
-
-    def propose(self, batch: Batch, state: RequestState, hidden: Tensor) -> None:
-        """Write guesses to the `num_drafts` places of state.token_table behind the state.num_known tokens of each row
-        of batch.sample_rows. `hidden` [num_tokens, hidden_size] are the batch's hidden states.
-
-        It is called after each step that samples. It must not run out of memory: the step would be computed again,
-        though its tokens are known already."""
-        ...
-
-
 @dataclass(frozen=True)
 class RunnerLimits:
     """Bounds the size of steps and of the tables that hold requests."""
@@ -78,6 +64,8 @@ class Forward:
 
     step: SchedulerOutput
     batch: Batch
+    shape: Shape | None
+    """of the graph that it ran from, if any"""
     hidden: Tensor
     """[num_tokens, hidden_size]"""
     logits: Tensor | None
@@ -109,6 +97,8 @@ class ModelRunner:
         self.num_drafts = 0 if drafter is None else drafter.num_drafts
         self.graph_settings = graph_settings
         self.graphs: StepGraphs | None = None
+        self._drafting: StepGraphs | None = None
+        """of what guesses tokens behind a step of decodes"""
         self.notes = Notes()
         self._graph_device = graph_device
         self.inputs = InputBatch(
@@ -126,10 +116,15 @@ class ModelRunner:
 
     def renew_graphs(self) -> None:
         """Free all graphs; they are captured again as their sizes are used."""
-        self.graphs = None
+        self.graphs = self._drafting = None
         self.notes.graph_bytes.clear()
-        if self.graph_settings is not None:
-            self.graphs = StepGraphs(self.graph_settings, self, self._graph_device(self.device), self.notes)
+        settings, drafter = self.graph_settings, self.drafter
+        if settings is None:
+            return
+        device = self._graph_device(self.device)
+        self.graphs = StepGraphs(settings, self, device, self.notes)
+        if drafter is not None and drafter.num_layers and settings.decode == "full":
+            self._drafting = StepGraphs(settings, Drafting(drafter, self.tables), device, self.notes)
 
     def keep_results(self) -> None:
         """Leave the results of queued steps where they are, however many steps follow before they are read."""
@@ -146,6 +141,11 @@ class ModelRunner:
             self.kernels.scatter_words, self.num_drafts,
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
+        if self.state.num_known is not None:
+            self.tables = Tables(
+                self.state.token_table, self.state.num_known, self.state.sampling, self.state.block_tables,
+                tuple(sizes), self.cache.of_drafter, limits.max_model_len,
+            )  # fmt: skip
 
     def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
@@ -166,7 +166,7 @@ class ModelRunner:
         batch = self.batch_of(step, shape)
         hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
         prompts = self._prompt_logprobs(step, hidden)
-        return Forward(step, batch, hidden, self._logits(batch, hidden), prompts)
+        return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts)
 
     @torch.inference_mode()
     def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
@@ -175,12 +175,24 @@ class ModelRunner:
         of_step = None if masks is None else step_masks(forward.step, masks, self.device)
         pending = self._sample(forward, of_step)
         if self.drafter is not None and batch.num_samples:
-            self.drafter.propose(batch, self.state, forward.hidden)
+            self._propose(self.drafter, forward)
             if masks is not None:
                 pending.drafts = self._proposed([row for row in forward.step.rows if row in masks.first_lines])
                 if pending.event is not None:
                     pending.event.record()
         return pending
+
+    def _propose(self, drafter: Drafter, forward: Forward) -> None:
+        """Let the drafter guess behind the rows that sampled, from a graph where the step ran from one of decodes."""
+        step, batch = forward.step, forward.batch
+        if self._drafting is not None and forward.shape is not None and forward.shape.decode:
+            self._drafting.run(forward.shape._replace(kind=DRAFTING), batch)
+            return
+        rows = batch.rows
+        if not batch.decode_only:
+            sampled = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
+            rows = to_device(np.array(sampled, dtype=np.int32), self.device)
+        drafter.propose(self.tables, rows, batch.max_seq_len + 1)
 
     def _proposed(self, rows: list[int]) -> tuple[list[int], Tensor]:
         """Return `rows`, and a copy for the host of the drafts behind their newest tokens."""
@@ -196,8 +208,8 @@ class ModelRunner:
         if shape is None:
             batch = self.inputs.fill(step)
         else:
-            tokens = None if shape.decode else shape.num_tokens
-            batch = self.inputs.fill(step, shape.num_reqs, tokens, all_rows=shape.kind == "piecewise")
+            tokens, length = (None, shape.num_tokens // shape.num_reqs) if shape.decode else (shape.num_tokens, 1)
+            batch = self.inputs.fill(step, shape.num_reqs, tokens, shape.kind == "piecewise", length)
         if state.num_known is not None:
             self.kernels.settle_lengths(
                 batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,
@@ -226,7 +238,9 @@ class ModelRunner:
         input_ids, positions, _ = gathered[0]
         metadata = self.metadata(batch, positions, tuple(slots for *_, slots in gathered))
         metadata.cut = cut
-        return self.model(input_ids, positions, metadata, self.cache.layers), metadata
+        if self.drafter is not None and (cut is not None or not batch.decode_only):
+            self.drafter.fill(input_ids, metadata, self.tables)
+        return self.model(input_ids, positions, metadata, self.cache.of_model), metadata
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Return what attention needs to know of the step."""

@@ -96,18 +96,22 @@ def measure_step_times(runner: ModelRunner, group: Group) -> list[tuple[int, flo
 
 
 def _run_largest_step(runner: ModelRunner, limits: RunnerLimits, samples: bool) -> None:
-    """Run max_num_batched_tokens tokens in as few prompts as max_model_len allows, and one token in each other row."""
+    """Run max_num_batched_tokens tokens in as few prompts as max_model_len allows, and one token in each other row,
+    with its drafts."""
     counts: list[int] = []
-    left = limits.max_num_batched_tokens
+    left, decode_len = limits.max_num_batched_tokens, 1 + runner.num_drafts
     for row in range(limits.max_num_seqs):
         rows_after = limits.max_num_seqs - row - 1
-        count = min(limits.max_model_len, max(1, left - rows_after), left)
+        count = min(limits.max_model_len, max(decode_len, left - rows_after * decode_len), left)
         if count == 0:
             break
         counts.append(count)
         left -= count
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=10, max_tokens=None, seed=0)
-    runner.execute(_made_up_prompts(sorted(counts), limits.vocab_size, params, samples)).result()
+    step = _made_up_prompts(sorted(counts), limits.vocab_size, params, samples)
+    if samples and runner.num_drafts:  # a prompt's last tokens may be taken for drafts as well
+        step = msgspec.structs.replace(step, num_drafts=[min(count - 1, runner.num_drafts) for count in sorted(counts)])
+    runner.execute(step).result()
     _free_rows(runner)
 
 

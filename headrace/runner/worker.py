@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +24,14 @@ from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
+from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.registry import attention_specs, describe
 from headrace.process import trim_heap
+from headrace.runner.drafting import load_draft, make_drafter
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
-from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
+from headrace.runner.kv_scales import Calibration, SettledScales, fill_missing_scales, settle_kv_scales
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import Forward, ModelRunner, RunnerLimits
@@ -69,6 +72,8 @@ class Worker:
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.memory = device_memory(self.device)
         self.model: Any = None
+        self.draft: Any = None
+        """what guesses tokens, if that is a model"""
         self.num_weights = 0.0
         """of all layers, that a token is multiplied with on this rank"""
         self.backend: Any = None
@@ -101,6 +106,8 @@ class Worker:
 
     def _load(self) -> None:
         config, model_config = self.config, self.model_config
+        described, draft = describe(model_config), describe_draft(config.speculation, model_config)
+        behind = () if draft is None else draft.layers
         specs = attention_specs(
             model_config,
             tp_size=config.tensor_parallel_size,
@@ -109,10 +116,12 @@ class Worker:
             device_type=self.device.type,
             batch_invariant=config.batch_invariant,
             kv_cache_dtype=config.kv_cache_dtype,
+            behind=behind,
         )
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
+        everything = replace(described, layers=(*described.layers, *behind))
         self.shape = cache_shape(
-            describe(model_config), specs, config.tensor_parallel_size, config.block_size, kv_dtype
+            everything, specs, config.tensor_parallel_size, config.block_size, kv_dtype, len(behind)
         )
         chosen = select_backend(specs, config.attention_backend)
         self.backend = load_backend(chosen.name)
@@ -121,29 +130,38 @@ class Worker:
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
             self.shape.layout.group_of,
         )  # fmt: skip
+        own = len(described.layers)
         self.model = load_model(
-            self.folder, model_config, context, config.load_format, config.seed, config.quantization
+            self.folder, model_config, context.layers(0, own), config.load_format, config.seed, config.quantization
         )
+        self.draft_context = context.layers(own)
+        self.draft = load_draft(config, self.draft_context)
         self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
         )
-        check.compile_ahead([*kernel_checks(subject), *layer_checks(subject)])
+        subjects = [subject]
+        if self.draft is not None:
+            self.notes += [f"Draft: {note}" for note in self.draft.notes]
+            subjects.append(replace(subject, model=self.draft))
+        check.compile_ahead([made for one in subjects for made in (*kernel_checks(one), *layer_checks(one))])
         self.memory.drop_workspaces()
-        check.run(kernel_checks(subject))
-        check.run(layer_checks(subject))
+        for one in subjects:
+            check.run(kernel_checks(one))
+            check.run(layer_checks(one))
         if kv_dtype.itemsize == 1:
             calibration = Calibration(self.model, model_config, self.shape, self.dtype, self.mesh.tp, self.device)
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
             self.notes.append(self.kv_scales.note)
+            fill_missing_scales(self.draft)
         waiting = WAITS_FOR_THE_HOST & {*check.demoted}
         self.refused_graphs = {"decode", "other"} if waiting else set()
         if waiting and self.device.type == "cuda":
             self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
         limits = scratch_limits(model_config.vocab_size)
-        check.run(step_checks(subject, self._graphs(limits), self.refused_graphs))
+        check.run(step_checks(subject, self._graphs(limits, decode_len=1), self.refused_graphs))
         self.notes += check.notes
         self.demoted = check.demoted
 
@@ -172,15 +190,17 @@ class Worker:
         limits = RunnerLimits(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, self.model_config.vocab_size
         )
-        graphs = without_graphs(self._graphs(limits), self.refused_graphs)
-        self.runner = ModelRunner(self.model, self.kernels, self.shape, limits, self.device, graphs)
+        graphs = without_graphs(self._graphs(limits, config.decode_len), self.refused_graphs)
+        drafter = make_drafter(config, self.draft, self.draft_context, self.kernels)
+        self.runner = ModelRunner(self.model, self.kernels, self.shape, limits, self.device, graphs, drafter=drafter)
 
-    def _graphs(self, limits: RunnerLimits) -> GraphSettings | None:
+    def _graphs(self, limits: RunnerLimits, decode_len: int) -> GraphSettings | None:
         if self.device.type != "cuda":
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
             most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
+            decode_lens=(decode_len,),
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:
@@ -196,10 +216,16 @@ class Worker:
             notes=[*self.notes, memory],
             step_times=measure_step_times(self.runner, self.mesh.tp),
             step_bytes=use.step,
-            table_bytes=max(0, use.standing - self.model.weight_bytes),
+            table_bytes=max(0, use.standing - self._weight_bytes),
             graph_bytes=use.graphs,
             library_bytes=use.outside,
         )
+
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of all weights, those of what guesses tokens included."""
+        own: int = self.model.weight_bytes
+        return own + (0 if self.draft is None else self.draft.weight_bytes)
 
     def _facts(self, left: int = 0, shortfall: str = "") -> WorkerFacts:
         """Return the facts that are known without measuring. `left` is the memory in bytes that the KV cache may
@@ -211,7 +237,7 @@ class Worker:
             total_memory=self.memory.total,
             available_kv_memory=left,
             layout=self.shape.layout,
-            weight_bytes=self.model.weight_bytes,
+            weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
             notes=self.notes,
             warmup_sizes=[] if graphs is None else graphs.warmup_sizes,
@@ -331,7 +357,7 @@ class Worker:
         """Leave the group and free the device's memory."""
         if self.runner is not None:
             self.runner.graphs = None  # they refer to the runner
-        self.runner = self.model = self.backend = None
+        self.runner = self.model = self.draft = self.backend = None
         self.mesh.close()
         with contextlib.suppress(RuntimeError):  # a broken GPU context is freed with this process
             self.memory.empty_cache()

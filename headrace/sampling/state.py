@@ -108,8 +108,8 @@ class SamplingState:
 
     @staticmethod
     def table_shape(max_rows: int) -> tuple[int, int]:
-        """Return the shape of the table that `writer` must have."""
-        return max_rows, _WIDTH
+        """Return the shape of the table that `writer` must have; its last row, of padding, is greedy."""
+        return max_rows + 1, _WIDTH
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, writer: TableWriter) -> None:
         """Use the table SamplingState.TABLE of `writer`, whose owner flushes it."""

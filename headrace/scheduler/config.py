@@ -34,6 +34,8 @@ class SchedulerConfig:
     preempt later, as vLLM does."""
     num_drafts: int = 0
     """Draft tokens that each decode computes behind its last known one."""
+    draft_places: int = 0
+    """Places behind the tokens of a step to which what guesses tokens may write keys and values of its own."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages"):
@@ -64,6 +66,10 @@ class SchedulerConfig:
         decode goes without drafts where these would pass max_model_len: block tables and positions end there."""
         end = computed + 1 + self.num_drafts
         return end if end <= self.max_model_len else computed + 1
+
+    def places(self, end: int) -> int:
+        """Return how many places a request needs in the cache that has computed `end` tokens after a step."""
+        return max(end, min(end + self.draft_places, self.max_model_len))
 
     def prompt_budget(self, decode_tokens: int, backlog: int, num_prompts: int) -> int:
         """Return how many prompt tokens a step may compute beside `decode_tokens`.

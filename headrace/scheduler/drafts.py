@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from headrace.request import EngineCoreOutput, Request
+from headrace.request import DraftCounts, EngineCoreOutput, Request
 from headrace.step import Logprobs, RunnerOutput
 
 
@@ -25,15 +25,19 @@ class Accepted(NamedTuple):
             output.num_cached_tokens = request.num_cached_tokens
 
 
-def accept_drafts(requests: Sequence[Request], num_drafts: Sequence[int], result: RunnerOutput) -> list[Accepted]:
-    """Correct the counts of a step's requests, and append all their new tokens but the last; return what each got. When
-    the step was scheduled, all drafts counted as accepted. `requests` and `num_drafts` are parallel; the list returned
-    has one entry for each request that sampled."""
+def accept_drafts(
+    requests: Sequence[Request], num_drafts: Sequence[int], result: RunnerOutput, counts: DraftCounts
+) -> tuple[list[Accepted], DraftCounts]:
+    """Correct the counts of a step's requests, and append all their new tokens but the last; return what each got, and
+    `counts` with theirs. When the step was scheduled, all drafts counted as accepted. `requests` and `num_drafts` are
+    parallel; the list returned has one entry for each request that sampled."""
     accepted = []
     first = 0
     for request, drafts, count in zip(requests, num_drafts, result.num_sampled, strict=True):
         if not count:
             continue
+        if drafts and request.finish_reason is None:
+            counts = counts.after(drafts, count - 1)
         request.num_inflight -= drafts
         request.num_computed_tokens -= 1 + drafts - count  # meaningless, and not read, if it was preempted meanwhile
         new = [0] if request.finish_reason else _up_to_end(request, result.token_ids[first : first + count])
@@ -43,7 +47,7 @@ def accept_drafts(requests: Sequence[Request], num_drafts: Sequence[int], result
         accepted.append(Accepted(new, logprobs))
         request.token_ids += new[:-1]
         first += count
-    return accepted
+    return accepted, counts
 
 
 def _up_to_end(request: Request, new: list[int]) -> list[int]:

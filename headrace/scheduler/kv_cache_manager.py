@@ -9,7 +9,7 @@ until they are evicted. Knows nothing of budgets, rows or steps.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from operator import mul
 from typing import NamedTuple
@@ -53,8 +53,13 @@ class Prefix(NamedTuple):
 class KVCacheManager:
     """Owns the blocks of all requests, in all layer groups."""
 
-    def __init__(self, layout: CacheLayout, num_pages: int, enable_prefix_caching: bool, step_tokens: int = 1) -> None:
-        """`step_tokens`: most tokens that one step computes of one request."""
+    def __init__(
+        self, layout: CacheLayout, num_pages: int, enable_prefix_caching: bool, step_tokens: int = 1,
+        places: Callable[[int], int] = int,
+    ) -> None:  # fmt: skip
+        """`step_tokens`: most tokens that one step computes of one request. `places`: tells how many places a request
+        needs that has computed so many tokens, itself at least."""
+        self.places = places
         self.layout = layout
         self.pages = PagePool(num_pages, [group.blocks_per_page for group in layout.groups])
         self.block_size = layout.block_size
@@ -133,17 +138,17 @@ class KVCacheManager:
 
     def missing(self, request: Request, prefix: Prefix) -> list[int]:
         """Return how many blocks of each group a request still needs, at most, until its known tokens are computed."""
-        counts = []
+        counts, places = [], self.places(request.num_tokens)
         for (_, group, _), cached in zip(self.groups, prefix.blocks, strict=True):
-            most = group.most_blocks(request.num_tokens, self.step_tokens)
+            most = group.most_blocks(places, self.step_tokens)
             if not group.is_state:
                 behind = prefix.num_blocks - len(cached)
-                most = min(most, self.num_blocks_for(request.num_tokens) - behind) - len(cached)
+                most = min(most, self.num_blocks_for(places) - behind) - len(cached)
             counts.append(max(0, most))
         return counts
 
     def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> bool:
-        """Give a request without blocks those of `prefix`, and fresh ones up to `num_tokens` tokens. Returns False, and
+        """Give a request without blocks those of `prefix`, and fresh ones for `num_tokens` tokens. Returns False, and
         changes nothing, unless all its known tokens would fit. If only its first chunk did, it would soon be preempted,
         and that work lost."""
         pages = self.pages.num_available
@@ -158,7 +163,7 @@ class KVCacheManager:
             first = 0 if group.is_state else prefix.num_blocks - len(cached)
             request.first_blocks.append(first)
             request.block_ids.append([0] * first + ([] if group.is_state else cached))
-        self._grow(request, num_tokens)
+        self._grow(request, self.places(num_tokens))
         for index in self.states:
             if snapshot := prefix.blocks[index]:
                 self._copies.append(StateCopy(index, snapshot[0], request.block_ids[index][0]))
@@ -171,11 +176,11 @@ class KVCacheManager:
         and if blocks are short all others too."""
         if self.bounded:
             self._release_behind_window(request, request.num_registered_blocks)
-        fresh = self._grow(request, num_tokens)
+        fresh = self._grow(request, self.places(num_tokens))
         if fresh is None and (self.bounded or request.snapshots):
             self._release_behind_window(request, request.num_blocks)
             self._drop_snapshots(request)
-            fresh = self._grow(request, num_tokens)
+            fresh = self._grow(request, self.places(num_tokens))
         return fresh
 
     def _grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from headrace.errors import RequestError
 from headrace.request import (
+    DraftCounts,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -51,7 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv_cache = KVCacheManager(
-            config.layout, config.num_pages, config.enable_prefix_caching, config.max_num_batched_tokens
+            config.layout, config.num_pages, config.enable_prefix_caching, config.max_num_batched_tokens, config.places
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; each is either waiting or running."""
@@ -76,6 +77,7 @@ class Scheduler:
         self._num_matched = 0
         """Unfinished requests with a grammar. While there is none, no step looks for any."""
         self._num_preemptions = 0
+        self._drafts = DraftCounts()
         self._cache_queries = 0
         self._cache_hits = 0
 
@@ -98,7 +100,7 @@ class Scheduler:
             raise RequestError(f"max_tokens must be at least 1, got {core_request.max_tokens}", "max_tokens")
         request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
         # The last token is sampled but never computed, so it needs no place in the cache; drafts behind it do.
-        most = min(request.max_total_tokens - 1 + config.num_drafts, config.max_model_len)
+        most = min(request.max_total_tokens - 1 + config.num_drafts + config.draft_places, config.max_model_len)
         needed = config.layout.pages_for(most, config.max_num_batched_tokens)
         if needed > config.num_pages:
             raise RequestError(
@@ -227,7 +229,8 @@ class Scheduler:
         """Plan every running request that has a gap of 1; return the others, whose prompts are partly computed. There
         are few of the latter, as only the last prompt of a step is cut, and each of those that share a step. They count
         among max_num_seqs, so the step's budget leaves at least one token for each."""
-        decodes, block_size, num_drafts = plan.decodes, self.kv_cache.block_size, self.config.num_drafts
+        decodes, block_size = plan.decodes, self.kv_cache.block_size
+        behind = self.config.num_drafts + self.config.draft_places
         preempted, partials = False, []
         for request in self.running.items[:]:
             if preempted and request.status is not RequestStatus.RUNNING:
@@ -239,7 +242,7 @@ class Scheduler:
                 continue
             if total >= request.max_total_tokens:  # what is in flight fills its length
                 continue
-            if computed + num_drafts < request.num_blocks * block_size:
+            if computed + behind < request.num_blocks * block_size:
                 decodes.append(request)
                 continue
             if self._ensure_blocks(request, self.config.end_of_decode(computed), plan):
@@ -384,7 +387,9 @@ class Scheduler:
         block_size, states = self.kv_cache.block_size, self.kv_cache.states
         extras: Sequence[Logprobs | Accepted | None] = result.logprobs
         if step.num_drafts:
-            extras = accepted = accept_drafts(self._steps[step.step], step.num_drafts, result)
+            requests = self._steps[step.step]
+            accepted, self._drafts = accept_drafts(requests, step.num_drafts, result, self._drafts)
+            extras = accepted
             token_ids = [new.token_ids[-1] for new in accepted]
         matched = self._num_matched > 0
         outputs = []
@@ -488,6 +493,7 @@ class Scheduler:
             num_blocks=self.config.num_pages,
             num_free_blocks=self.kv_cache.num_available_pages,
             num_preemptions=self._num_preemptions,
+            drafts=self._drafts,
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
         )

@@ -239,15 +239,18 @@ def test_published_commands_are_taken_as_they_are(
 def test_flags_of_vllm_become_ours_or_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     values = parse(
         "m -cc.cudagraph_mode=NONE --cudagraph-capture-sizes 1 2 4 --max-cudagraph-capture-size=8 -pp 1 -q awq "
-        "--attention-backend ROCM_AITER_FA --trust-remote-code --speculative_config.method mtp -O3 --runner generate"
+        "--attention-backend ROCM_AITER_FA --trust-remote-code --speculative_config.method mtp --spec-tokens 2 -O3 "
+        "--runner generate"
     )
     sizes = {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2, 4], "max_cudagraph_capture_size": 8}
-    assert values == {"model": "m", "compilation_config": sizes, "quantization": "awq"}
+    guesses = {"method": "mtp", "num_speculative_tokens": 2}
+    assert values == {
+        "model": "m", "compilation_config": sizes, "quantization": "awq", "speculative_config": guesses,
+    }  # fmt: skip
     notes = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
     assert notes == [
         "--attention-backend ROCM_AITER_FA",
         "--trust-remote-code",
-        '--speculative-config.method {"method"',
         "-O3",
     ]
 

@@ -33,6 +33,7 @@ from headrace.kernels import (
     moe_tiled,
     moe_vector,
     narrow,
+    ngram,
     norm,
     qk_norm,
     rotary,
@@ -334,6 +335,7 @@ def compile_rest():
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2, numbers, wide, 4, -3)
     batch.settle_lengths(numbers, numbers, numbers, wide, wide, wide, numbers)
+    ngram.propose_ngram(x.int(), numbers, numbers, 4000, 5, 2, 5)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
     cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
@@ -356,6 +358,7 @@ def compile_rest():
         batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
         rotary._rotary_and_cache_kernel, qk_norm._qk_norm_kernel, qk_norm._squares_kernel,
         elementwise._clip_kernel, elementwise._gate_heads_kernel,
+        ngram._find_matches_kernel, ngram._copy_drafts_kernel,
         sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
         attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,

@@ -138,7 +138,7 @@ class RecordedGraph:
         assert not self._device.under_way
         self.replays += 1
         for owner, tensor in self._device.borrowed:
-            if owner is not self:
+            if owner is not self and tensor.is_floating_point():
                 tensor.fill_(float("nan"))
         for func, args, kwargs, made in self._recording.calls:
             for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=True):

@@ -27,11 +27,13 @@ from headrace.models import loader
 from headrace.models.registry import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.kv_cache import cache_shape
-from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
+from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import MaskedStep
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
+from headrace.spec_decode.draft_model import ModelDrafter
+from headrace.spec_decode.drafter import Drafter
 from headrace.step import Masks, SchedulerOutput, WorkerFacts
 from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice
@@ -68,19 +70,31 @@ MODELS = {
 DEMO = Path(headrace.__file__).parent / "demo_model"
 
 
-def make_runner(name: str, mode: str, drafter: Drafter | None = None, **sizes: object) -> ModelRunner:
+def make_runner(
+    name: str, mode: str, drafter: Drafter | None = None, own_drafts: int = 0, **sizes: object
+) -> ModelRunner:
+    """`own_drafts`: the model guesses so many tokens itself, by the same weights with another cache."""
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
-    specs = attention_specs(model_config, tp_size=1, block_size=BLOCK_SIZE, dtype="float32", device_type="cpu")
-    backend = AttentionInGraphs()
+    spec = describe(model_config)
+    behind = spec.layers if own_drafts else ()
+    specs = attention_specs(
+        model_config, tp_size=1, block_size=BLOCK_SIZE, dtype="float32", device_type="cpu", behind=behind
+    )
+    backend, own = AttentionInGraphs(), len(spec.layers)
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
     with mock.patch.object(loader, "DUMMY_RANGE", 0.5):  # of +-1e-3 all logits are alike
-        model = loader.load_model(DEMO, model_config, context, "auto" if name == "demo" else "dummy")
-    shape = cache_shape(describe(model_config), specs, 1, BLOCK_SIZE, torch.float32)
+        load_format = "auto" if name == "demo" else "dummy"
+        model = loader.load_model(DEMO, model_config, context.layers(0, own), load_format)
+        if own_drafts:
+            draft = loader.load_model(DEMO, model_config, context.layers(own), load_format)
+            drafter = ModelDrafter(draft, specs[own:], own_drafts, LIMITS.max_model_len, KERNELS)
+    layers = replace(spec, layers=(*spec.layers, *behind))
+    shape = cache_shape(layers, specs, 1, BLOCK_SIZE, torch.float32, len(behind))
     settings = GraphSettings.of(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )
     if settings is not None and drafter is not None:
-        settings = replace(settings, decode_len=1 + drafter.num_drafts)
+        settings = replace(settings, decode_lens=(1 + drafter.num_drafts,))
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
     return ModelRunner(model, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
 
@@ -124,7 +138,8 @@ def make_core(
         num_blocks,
     )
     # a small pool is to be filled, and some preempted
-    scheduler = SchedulerConfig(*sizes, look_ahead=False, num_drafts=runner.num_drafts)
+    places = runner.num_drafts if runner.shape.num_drafting else 0
+    scheduler = SchedulerConfig(*sizes, look_ahead=False, num_drafts=runner.num_drafts, draft_places=places)
     config = EngineConfig(
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.attention.metadata import AttentionMetadata
 from headrace.engine.core import EngineCore
 from headrace.runner.input_batch import Batch
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep, MaskedStep
-from headrace.runner.request_state import RequestState
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
+from headrace.spec_decode.drafter import Tables
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import shapes_of
@@ -45,17 +46,20 @@ class ScriptedDrafter:
     def __init__(self, kind: str, num_drafts: int, sequences: dict[int, list[int]]) -> None:
         self.kind, self.num_drafts, self.sequences = kind, num_drafts, sequences
         self.rng = random.Random(5)
+        self.num_layers = 0
 
-    def propose(self, batch: Batch, state: RequestState, hidden: Tensor) -> None:
-        assert hidden.shape[0] >= batch.num_samples
-        assert state.num_known is not None
-        for row in set(batch.sample_rows.tolist()) - {LIMITS.max_num_seqs}:  # warmup_sizes have the last
-            seed = int(state.sampling.gather(torch.tensor([row])).seed)
-            known = int(state.num_known[row])
+    def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
+        pass
+
+    def propose(self, tables: Tables, rows: Tensor, longest: int) -> None:
+        for row in set(rows.tolist()) - {LIMITS.max_num_seqs}:  # padding has the last
+            seed = int(tables.sampling.gather(torch.tensor([row])).seed)
+            known = int(tables.num_known[row])
+            assert known <= longest
             guesses = (self.sequences[seed][known:] + [0] * self.num_drafts)[: self.num_drafts]
             is_right = {"right": 1.0, "random": 0.6, "wrong": 0.0}[self.kind]
             guesses = [token if self.rng.random() < is_right else (token + 1) % VOCAB for token in guesses]
-            state.token_table[row, known : known + self.num_drafts] = torch.tensor(guesses, dtype=torch.int32)
+            tables.token_table[row, known : known + self.num_drafts] = torch.tensor(guesses, dtype=torch.int32)
 
 
 class Late:
@@ -87,9 +91,11 @@ def make_drafting(
     kind: str, num_drafts: int, answers: Answers, compiler: GrammarCompiler, mode: str = "NONE",
     executor: type[InThisProcess] = RunsAhead,
 ) -> tuple[ModelRunner, EngineCore]:  # fmt: skip
-    sequences = {r.seed: r.prompt_token_ids + answers[r.seed][0] for r in traffic()}
-    drafter = ScriptedDrafter(kind, num_drafts, sequences)
-    runner = make_runner("llama", mode, drafter=drafter)
+    if kind == "own":
+        runner = make_runner("llama", mode, own_drafts=num_drafts)
+    else:
+        sequences = {r.seed: r.prompt_token_ids + answers[r.seed][0] for r in traffic()}
+        runner = make_runner("llama", mode, drafter=ScriptedDrafter(kind, num_drafts, sequences))
     return runner, make_core(runner, num_blocks=30, executor=executor, compiler=compiler)
 
 
@@ -115,6 +121,9 @@ def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
         ("random", 3, "FULL"),
         ("right", 2, "PIECEWISE"),
         ("random", 4, "FULL_AND_PIECEWISE"),
+        ("own", 2, "NONE"),
+        ("own", 3, "FULL"),
+        ("own", 2, "FULL_AND_PIECEWISE"),
     ],
 )
 def test_tokens_are_those_without_drafts(
@@ -125,7 +134,7 @@ def test_tokens_are_those_without_drafts(
     check(serve(core), answers)
     assert core.scheduler.stats().num_preemptions > 0
     assert core.scheduler.stats().prefix_cache_hits > 0
-    if kind == "right":
+    if kind in ("right", "own"):
         assert len(core._executor.steps) < num_steps * 0.75  # type: ignore[attr-defined]
     if mode.startswith("FULL"):
         decodes = {shape for shape in shapes_of(runner.graphs) if shape.decode}

@@ -168,10 +168,10 @@ def test_other_failures_of_loading_are_raised_as_they_are(worker: Worker, monkey
 def test_a_step_that_does_not_fit_is_a_fact_and_a_smaller_one_is_tried(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def runner(*arguments: Any) -> ModelRunner:
+    def runner(*arguments: Any, **options: Any) -> ModelRunner:
         if arguments[3].max_num_batched_tokens > 16:
             fail()
-        return ModelRunner(*arguments)
+        return ModelRunner(*arguments, **options)
 
     monkeypatch.setattr(worker_module, "ModelRunner", runner)
     facts = worker.load()

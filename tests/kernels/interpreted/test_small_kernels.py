@@ -62,6 +62,34 @@ def test_settle_lengths(num_reqs):
         assert torch.equal(places, positions)
 
 
+def looked_up(tokens, num_drafts, least, most):
+    """What the definition says, place by place."""
+    best = None
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < min(most, end + 1) and tokens[end - length] == tokens[len(tokens) - 1 - length]:
+            length += 1
+        if length >= least and (best is None or length >= best[0]):
+            best = (length, end + 1)
+    period = tokens[best[1] :] if best else tokens[-1:]
+    return [period[place % len(period)] for place in range(num_drafts)]
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (2, 4), (3, 3), (5, 8)])
+def test_propose_ngram(least, most):
+    known = torch.tensor([1, 2, 7, 40, 1500, 2048], dtype=torch.int32)  # longer than what one program compares
+    table = torch.randint(0, 3, (6, 2048 + 4), dtype=torch.int32)
+    table[3, :40] = torch.arange(40)  # nothing matches
+    rows = torch.tensor([3, 0, 5, 1, 4, 2], dtype=torch.int32)
+    for kernels in (TRITON, REFERENCE):
+        drafted = table.clone()
+        kernels.propose_ngram(drafted, known, rows, 2048, 3, least, most)
+        for row, count in enumerate(known.tolist()):
+            tokens = table[row, :count].tolist()
+            assert drafted[row, : count + 3].tolist() == tokens + looked_up(tokens, 3, least, most)
+            assert torch.equal(drafted[row, count + 3 :], table[row, count + 3 :])
+
+
 @each_dtype
 @pytest.mark.parametrize("num_reqs", [1, 5, 90])
 def test_commit_tokens_with_drafts(dtype, num_reqs):

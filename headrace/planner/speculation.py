@@ -1,0 +1,54 @@
+"""Decides whether a start guesses tokens ahead, and says why."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.model_config import ModelConfig
+from headrace.models.drafters import describe_draft
+from headrace.models.registry import describe
+from headrace.planner.record import Decision
+from headrace.speculation import SERVED, Speculation
+
+FIELD = "speculative_config"
+
+
+def decide_speculation(
+    config: EngineConfig, model: ModelConfig, device_type: str
+) -> tuple[dict[str, Any], list[Decision]]:
+    """Return the `speculative_config` that holds, and a decision where the user gave one. Raises ConfigError where it
+    cannot be served."""
+    given, speculation = config.speculative_config, config.speculation
+    if speculation is None:
+        return {}, []
+    if speculation.method not in SERVED:
+        raise ConfigError(_gap(speculation.method))
+    if any(layer.mixer.kind == "state" for layer in describe(model).layers):
+        raise ConfigError(
+            f"speculative_config is not served with {model.architecture}: the recurrent state of its layers cannot "
+            "take back what was guessed wrong"
+        )
+    describe_draft(speculation, model)
+    shown = json.dumps(given)
+    if config.batch_invariant and device_type == "cpu":
+        why = "batch_invariant computes every token alone on a CPU, so that guesses would only cost"
+        return {}, [Decision(FIELD, "off", why, shown)]
+    return given, [Decision(FIELD, shown, "given", source="user")]
+
+
+def speculation_gaps(given: dict[str, Any]) -> list[str]:
+    """Return why a `speculative_config` is not served; empty: it is."""
+    try:
+        speculation = Speculation.of({"num_speculative_tokens": 1, **given} if given else {})
+    except ConfigError as error:
+        return [str(error)]
+    if speculation is None or speculation.method in SERVED:
+        return []
+    return [_gap(speculation.method)]
+
+
+def _gap(method: str) -> str:
+    return f"speculative_config.method {method!r} is not served yet; accepted: {', '.join(SERVED)}"

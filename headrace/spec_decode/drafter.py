@@ -1,0 +1,60 @@
+"""Defines what the runner needs of whatever guesses tokens, and what it hands to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Holds the runner's tables of rows that a drafter reads and writes, at addresses that stay."""
+
+    token_table: Tensor
+    """[max_rows + 1, max_model_len + num_drafts + 1] int32; drafts go behind the known tokens of a row. The last row
+    belongs to no request"""
+    num_known: Tensor
+    """[max_rows + 1] int32"""
+    sampling: SamplingState
+    """the sampling parameters of each row"""
+    block_tables: tuple[Tensor, ...]
+    """of each cache group, [max_rows + 1, max_blocks] int32"""
+    block_sizes: tuple[int, ...]
+    """tokens of a block of each group"""
+    caches: list[Tensor | None]
+    """of the drafter's own layers"""
+    max_model_len: int
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that follow the known ones of a row. Wrong guesses cost time and nothing else."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses for each row."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of its own, which have caches behind those of the model's layers."""
+        ...
+
+    def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
+        """Take in the tokens of a step that has more than decodes, before the model does. It may be captured in a
+        graph with the model."""
+        ...
+
+    def propose(self, tables: Tables, rows: Tensor, longest: int) -> Tensor | None:
+        """Write guesses to the `num_drafts` places of tables.token_table behind the tables.num_known tokens of each
+        row in `rows` [R] int32. The last row of the tables may occur several times. `longest`: an upper bound of the
+        known tokens. Return the last guesses # [R], if it has layers.
+
+        It is called after each step that samples, with the rows that sampled. With layers it is captured in a graph for
+        steps of decodes. It must not run out of memory: the step would be computed again, though its tokens are known
+        already."""
+        ...

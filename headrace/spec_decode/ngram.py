@@ -1,0 +1,33 @@
+"""Proposes that a sequence goes on as it did the last time that it ended like this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.spec_decode.drafter import Tables
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Looks the last tokens of each row up in the row itself (kernels/ngram.py)."""
+
+    num_drafts: int
+    least: int
+    """fewest tokens that must be alike"""
+    most: int
+    """tokens that are compared"""
+    propose_ngram: Callable[[Tensor, Tensor, Tensor, int, int, int, int], None]
+    num_layers = 0
+
+    def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
+        """Do nothing: the tokens are in the row."""
+
+    def propose(self, tables: Tables, rows: Tensor, longest: int) -> None:
+        most_known = tables.max_model_len
+        self.propose_ngram(
+            tables.token_table, tables.num_known, rows, most_known, self.num_drafts, self.least, self.most
+        )

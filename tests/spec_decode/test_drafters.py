@@ -1,0 +1,167 @@
+"""Every way to guess tokens leaves the answers of the whole engine as they are: greedy and drawn ones, under a grammar,
+with stop strings, several choices, prompts that begin alike and a cache so small that requests are preempted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import headrace
+from headrace import LLM, SamplingParams, StructuredOutputsParams
+from headrace.errors import ConfigError
+from headrace.request import RequestOutput
+from tests.runner.harness import LLAMA
+
+DEMO = Path(headrace.__file__).parent / "demo_model"
+SMALL: dict[str, Any] = {
+    "device": "cpu", "cpu_threads": 1, "max_model_len": 160, "max_num_seqs": 6, "num_gpu_blocks_override": 24,
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
+STORY = "Once upon a time there was a little dog. The little dog had a red ball. "
+PROMPTS = [STORY + "The little", STORY, STORY + STORY + "Once upon a time", "A", "The red ball was red. The red", STORY]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": NGRAM,
+    "the model itself": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3},
+    "its first layers": {"model": "first layers", "num_speculative_tokens": 2},
+}
+
+
+def first_layers(folder: Path, count: int) -> Path:
+    """Write a model of the first layers of the demo model, whose guesses are right now and then."""
+    config = json.loads((DEMO / "config.json").read_text())
+    tensors = load_file(DEMO / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if int(name.partition("layers.")[2].split(".")[0] or 0) < count}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def params() -> list[SamplingParams]:
+    word = StructuredOutputsParams(regex="(little |red |ball ){2,9}end")
+    return [
+        SamplingParams(temperature=0.0, max_tokens=40),
+        SamplingParams(temperature=1.0, max_tokens=30, seed=3, top_p=0.9, logprobs=2),
+        SamplingParams(temperature=0.7, max_tokens=30, seed=5, n=3, min_p=0.05, frequency_penalty=0.3),
+        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=word),
+        SamplingParams(temperature=0.0, max_tokens=60, stop=["little", "was"]),
+        SamplingParams(temperature=1.0, max_tokens=30, seed=9, structured_outputs=word),
+    ]
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, params(), use_tqdm=False)
+
+
+def written(outputs: list[RequestOutput]) -> list[list[tuple[str, list[int], Any, Any]]]:
+    return [[(c.text, list(c.token_ids), c.finish_reason, c.stop_reason) for c in out.outputs] for out in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[RequestOutput]:
+    with LLM("demo", **SMALL) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = first_layers(tmp_path_factory.mktemp("drafts") / "first layers", 2)
+    return {**DRAFTERS, "its first layers": {**DRAFTERS["its first layers"], "model": str(folder)}}
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_answers_are_those_without(
+    method: str, plain: list[RequestOutput], drafters: dict[str, dict[str, Any]]
+) -> None:
+    with LLM("demo", **SMALL, speculative_config=drafters[method]) as llm:
+        for _ in range(2):  # the second time, prompts are in the prefix cache
+            assert written(answers(llm)) == written(plain)
+        stats, shown = llm.stats(), llm.metrics.render().decode()
+    counts = stats.drafts
+    assert 0 < counts.num_accepted < counts.num_tokens
+    assert counts.num_tokens <= 4 * counts.num_drafts
+    assert sum(counts.accepted_at) == counts.num_accepted
+    assert list(counts.accepted_at) == sorted(counts.accepted_at, reverse=True)
+    assert stats.prefix_cache_hits > 0
+    for name, count in (
+        ("num_drafts", counts.num_drafts),
+        ("num_draft_tokens", counts.num_tokens),
+        ("num_accepted_tokens", counts.num_accepted),
+    ):
+        assert f'vllm:spec_decode_{name}_total{{engine="0",model_name="demo"}} {count:.1f}' in shown
+    first = (
+        f'num_accepted_tokens_per_pos_total{{engine="0",model_name="demo",position="0"}} {counts.accepted_at[0]:.1f}'
+    )
+    assert first in shown
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_guesses_what_it_would_write_itself(temperature: float) -> None:
+    """Its cache is filled by chunks of prompts and from the prefix cache, and grows with every guess; what it draws are
+    the model's own random numbers."""
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=33, ignore_eos=True)
+    given = DRAFTERS["the model itself"]
+    with LLM("demo", **{**SMALL, "max_num_batched_tokens": 24}, dtype="float32", speculative_config=given) as llm:
+        for _ in range(2):
+            llm.generate(PROMPTS[:3], params, use_tqdm=False)
+        counts = llm.stats().drafts
+        assert llm.stats().prefix_cache_hits > 0
+    assert counts.num_accepted == counts.num_tokens
+
+
+def test_two_ranks_guess_alike(plain: list[RequestOutput]) -> None:
+    given = {**DRAFTERS["the model itself"], "draft_tensor_parallel_size": 2}
+    small = {**SMALL, "dtype": "float32", "tensor_parallel_size": 2}
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True)
+    tokens, counts = [], []
+    for guesses in ({}, given):
+        with LLM("demo", **small, speculative_config=guesses) as llm:
+            tokens.append([list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS[:2], params, use_tqdm=False)])
+            counts.append(llm.stats().drafts)
+    assert tokens[0] == tokens[1]
+    assert counts[1].num_accepted == counts[1].num_tokens > 0
+
+
+def test_guesses_make_fewer_steps_where_an_answer_repeats_itself() -> None:
+    again = SamplingParams(temperature=0.0, max_tokens=64, repetition_penalty=0.5)  # which rewards what was there
+    tokens, drafts = [], []
+    for given in ({}, NGRAM):
+        with LLM("demo", **SMALL, speculative_config=given) as llm:
+            tokens += [list(llm.generate(STORY, again, use_tqdm=False)[0].outputs[0].token_ids)]
+            drafts += [llm.stats().drafts]
+    assert tokens[0] == tokens[1]
+    assert drafts[0].num_drafts == 0
+    assert drafts[1].num_accepted > 2 * drafts[1].num_drafts
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"speculative_config": {"model": "other vocabulary", "num_speculative_tokens": 2}}, "has a vocabulary of 61"),
+        ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}, "'suffix' is not served: ngram"),
+        (
+            {"speculative_config": NGRAM, "max_num_seqs": 20, "max_num_batched_tokens": 64},
+            r"max_num_seqs \(20\) must be at most 12: with speculative_config every running request gets 5 tokens",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other vocabulary").mkdir()
+    (tmp_path / "other vocabulary" / "config.json").write_text(json.dumps(LLAMA))
+    save_file({}, tmp_path / "other vocabulary" / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", **{**SMALL, **given})
+
+
+def test_tokens_that_are_computed_alone_are_not_guessed() -> None:
+    with LLM("demo", **SMALL, batch_invariant=True, speculative_config=NGRAM) as llm:
+        assert llm.config.speculation is None
+        assert "would only cost" in next(one.reason for one in llm.decisions if one.field == "speculative_config")
