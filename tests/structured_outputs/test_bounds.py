@@ -77,10 +77,10 @@ BOMBS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_schemas_that_hurt_are_refused_at_once(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(RequestError):
         of_params(StructuredOutputsParams(json=BOMBS[name]), {})
-    assert time.monotonic() - started < SECONDS
+    assert time.process_time() - started < SECONDS
 
 
 HARMLESS: dict[str, dict[str, Any]] = {
@@ -99,11 +99,11 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_others_become_grammars_in_a_moment(name: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     matcher = matcher_of(of_params(StructuredOutputsParams(**HARMLESS[name]), {}))
     matcher.inner.compute_bitmask()
     assert not matcher.inner.is_error()
-    assert time.monotonic() - started < SECONDS
+    assert time.process_time() - started < SECONDS
 
 
 def test_a_schema_cannot_set_llguidances_own_options() -> None:

@@ -65,7 +65,7 @@ def test_what_is_wrong_is_said_with_its_line(text: str, why: str) -> None:
 def test_bombs_are_refused_in_a_moment() -> None:
     laughs = "\n".join(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(60))
     chain = "\n".join(f'c{i} ::= "x" c{i + 1}?' for i in range(5000))
-    started = time.monotonic()
+    started = time.process_time()
     for text in (
         f'root ::= a0\n{laughs}\na60 ::= "x"',
         f'root ::= c0\n{chain}\nc5000 ::= "x"',
@@ -74,7 +74,7 @@ def test_bombs_are_refused_in_a_moment() -> None:
     ):
         with pytest.raises(RequestError):
             of_grammar(text, {}, "grammar")
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_lark_is_told_from_ebnf_and_may_mark_rules_as_inline() -> None:
