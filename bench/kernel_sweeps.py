@@ -60,8 +60,8 @@ def _qk_normed(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> 
 
 
 def _activated(make: Inputs, rows: int, width: int) -> Cases:
-    for activation in GATES:
-        yield from cases.gate_and_mul(make, rows, width, activation)
+    for activation, gated in product(GATES, (True, False)):
+        yield from cases.gate_and_mul(make, rows, width, activation, gated=gated)
 
 
 def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -69,7 +69,8 @@ def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
 
 
 def _activated_fp8(make: Inputs, rows: int, width: int) -> Cases:
-    return cases.gate_and_mul(make, rows, width, "silu", Rounding(make.fp8))
+    for gated in (True, False):
+        yield from cases.gate_and_mul(make, rows, width, "silu", Rounding(make.fp8), gated=gated)
 
 
 def _quantized(make: Inputs, rows: int, width: int) -> Cases:

@@ -17,8 +17,9 @@ from headrace.layer_parts import Norm, Norms, Rope, Temperature, Turns
 
 Kind = Literal["linear", "plain", "router"]
 """A linear may be held in a weight format; plain tensors (norms, biases, sinks) and routers keep the model's dtype"""
-Activation = Literal["silu", "gelu_tanh"]
-"""what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh"""
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh; relu2:
+the square of what is above zero"""
 Split = Literal["heads", "kv_heads", "width", "whole"]
 """The size of a tensor that tensor-parallel ranks divide among them; whole: each rank holds all of it. Where there are
 fewer KV heads than ranks, neighbouring ranks hold the same one."""
@@ -310,12 +311,15 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """Describes a dense feed-forward, down(activation(gate(x)) * up(x))."""
+    """Describes a dense feed-forward, down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
+    gated: bool = True
+    names: tuple[str, str] = ("up_proj", "down_proj")
+    """of the linears of one without a gate"""
 
     num_experts = experts_per_token = expert_intermediate_size = 0
     expert_parameters: tuple[Parameter, ...] = ()
@@ -324,7 +328,12 @@ class DenseMLP:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The layer's tensors."""
-        return gated("mlp", self.hidden_size, self.intermediate_size, self.bias)
+        hidden, width, (up, down) = self.hidden_size, self.intermediate_size, self.names
+        if self.gated:
+            return gated("mlp", hidden, width, self.bias)
+        biases: tuple[Split | None, Split | None] = ("width", "whole") if self.bias else (None, None)
+        first = linear(f"mlp.{up}", width, hidden, "width", biases[0])
+        return (*first, *linear(f"mlp.{down}", hidden, width, "width", biases[1], axis=1))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Computes the gated activation of Llama-like MLPs: silu(gate) * up, or with another function than silu."""
+"""Computes the activation of MLPs: silu(gate) * up, or another function than silu, also without a gate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated
 @triton.jit
 def _gate_and_mul_kernel(
     out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, x_ptr, x_stride, width,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Activate; grid (num_tokens, blocks of columns). With `scales`, `out` is quantized and a block is a whole row."""
     wait_for_inputs(OVERLAP)
@@ -34,9 +35,11 @@ def _gate_and_mul_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
-    out = (activated(gate, KIND).to(dtype).to(tl.float32) * up).to(dtype)
+    out = activated(gate, KIND).to(dtype)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+        out = (out.to(tl.float32) * up).to(dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * width + columns, out, mask=inside)
     else:
@@ -46,42 +49,50 @@ def _gate_and_mul_kernel(
         )  # fmt: skip
 
 
-def gate_and_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """Return activation(gate) * up for x [num_tokens, 2 * n] = gate | up: [num_tokens, n] contiguous, in x's dtype.
-    `activation` is one of GATES."""
-    num_tokens, width = x.shape[0], x.shape[1] // 2
+def gate_and_mul(x: Tensor, activation: str = "silu", gated: bool = True) -> Tensor:
+    """Return activation(gate) * up for x [num_tokens, 2 * n] = gate | up: [num_tokens, n] contiguous, in x's dtype; not
+    `gated`, activation(x). `activation` is one of GATES."""
+    num_tokens, width = x.shape[0], x.shape[1] // (1 + gated)
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(1024, next_power_of_2(width))
         grid = (num_tokens, -(-width // block))
         _gate_and_mul_kernel[grid](
             out, None, None, None, None, x, x.stride(0), width, KIND=ACTIVATIONS[activation],
-            BLOCK=block, LARGEST=0.0, GROUP=0, num_warps=4, **overlap(),
+            GATED=gated, BLOCK=block, LARGEST=0.0, GROUP=0, num_warps=4, **overlap(),
         )  # fmt: skip
     return out
 
 
-def gate_and_mul_quantized(x: Tensor, to: Rounding, activation: str = "silu") -> Quantized:
+def gate_and_mul_quantized(x: Tensor, to: Rounding, activation: str = "silu", gated: bool = True) -> Quantized:
     """Return what `gate_and_mul` does, rounded as `to` says."""
-    num_tokens, width = x.shape[0], x.shape[1] // 2
+    num_tokens, width = x.shape[0], x.shape[1] // (1 + gated)
     out = empty_quantized(num_tokens, width, to, x.device)
     if num_tokens:
         block = next_power_of_2(width)
         _gate_and_mul_kernel[(num_tokens, 1)](
-            *row_arguments(out, to), x, x.stride(0), width, KIND=ACTIVATIONS[activation],
+            *row_arguments(out, to), x, x.stride(0), width, KIND=ACTIVATIONS[activation], GATED=gated,
             BLOCK=block, LARGEST=LARGEST[to.dtype], GROUP=to.group, num_warps=warps_of_row(block), **overlap(),
         )  # fmt: skip
     return out
 
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square_(),
+}
 """activation -> what it does to the gate"""
 
 
-def gate_and_mul_reference(x: Tensor, activation: str = "silu") -> Tensor:
+def gate_and_mul_reference(x: Tensor, activation: str = "silu", gated: bool = True) -> Tensor:
+    if not gated:
+        return GATES[activation](x)
     gate, up = x.chunk(2, dim=-1)
     return GATES[activation](gate).mul_(up)
 
 
-def gate_and_mul_quantized_reference(x: Tensor, to: Rounding, activation: str = "silu") -> Quantized:
-    return quantize_reference(gate_and_mul_reference(x, activation), to)
+def gate_and_mul_quantized_reference(
+    x: Tensor, to: Rounding, activation: str = "silu", gated: bool = True
+) -> Quantized:
+    return quantize_reference(gate_and_mul_reference(x, activation, gated), to)

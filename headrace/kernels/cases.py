@@ -169,9 +169,11 @@ def add_up(make: Inputs, rows: int, weight: Tensor, eps: float = EPS) -> Cases:
     yield Case(partial(_after_a_sum, Unsummed(x, delta, weight, eps)), ROUNDED[make.dtype])
 
 
-def gate_and_mul(make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding) -> Cases:
-    x = make.random(rows, 2 * width) * 3
-    yield Case(lambda kernel: kernel(x, *to, activation=activation), ROUNDED_FP8 if to else ROUNDED[make.dtype])
+def gate_and_mul(
+    make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding, gated: bool = True
+) -> Cases:
+    x, bound = make.random(rows, (1 + gated) * width) * 3, ROUNDED_FP8 if to else ROUNDED[make.dtype]
+    yield Case(lambda kernel: kernel(x, *to, activation=activation, gated=gated), bound)
 
 
 def qk_squares(make: Inputs, rows: int, heads: tuple[int, int], dim: int) -> Cases:

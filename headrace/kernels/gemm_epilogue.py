@@ -19,17 +19,20 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-GELU_TANH = 2
-ACTIVATIONS = {"silu": 1, "gelu_tanh": GELU_TANH}
+GELU_TANH, RELU2 = 2, 3
+ACTIVATIONS = {"silu": 1, "gelu_tanh": GELU_TANH, "relu2": RELU2}
 """what may be done to a gate -> what kernels are told; 0: there is no gate"""
 
 
 @triton.jit
-def activated(x, KIND: tl.constexpr, GELU_TANH: tl.constexpr = GELU_TANH):
-    """Return an activation of fp32 x: silu, or GELU (arXiv 1606.08415) as approximated with a tanh, here written as a
-    sigmoid."""
+def activated(x, KIND: tl.constexpr, GELU_TANH: tl.constexpr = GELU_TANH, RELU2: tl.constexpr = RELU2):
+    """Return an activation of fp32 x: silu, GELU (arXiv 1606.08415) as approximated with a tanh, here written as a
+    sigmoid, or the square of what is above zero."""
     if KIND == GELU_TANH:
         out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == RELU2:
+        out = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        out = out * out
     else:
         out = silu(x)
     return out

@@ -1,7 +1,8 @@
-"""Defines the gated feed-forward layer: down(activation(gate(x)) * up(x))."""
+"""Defines feed-forward layers: down(activation(gate(x)) * up(x)), and without a gate, down(activation(up(x)))."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ from torch import Tensor
 from headrace import model_spec
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
-from headrace.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from headrace.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from headrace.layers.pending import Pending
 
 
 class GatedMLP(Layer):
-    """Computes the feed-forward layer on one rank."""
+    """Computes the layer with a gate on one rank."""
+
+    gated = True
 
     def __init__(self, spec: model_spec.DenseMLP, context: LayerContext) -> None:
         super().__init__()
@@ -29,6 +32,13 @@ class GatedMLP(Layer):
         self.gate_up_proj.fused = replace(self.gate_up_proj.fused, gate=spec.activation)
         self.down_proj = RowParallelLinear(wide, hidden, group, dtype, spec.bias)
         self.gate_and_mul_quantized = kernels.gate_and_mul_quantized
+        self.width = self.down_proj.spec.in_features
+        """of what is activated, on this rank"""
+
+    @property
+    def second(self) -> RowParallelLinear:
+        """The linear that reads what is activated."""
+        return self.down_proj
 
     def finalize(self) -> None:
         """Let the activation give its output in the type that the second linear wants; called before theirs."""
@@ -41,3 +51,42 @@ class GatedMLP(Layer):
     def forward(self, x: Any) -> Tensor | Pending:
         """Return the layer's output for x [num_tokens, hidden_size], of the same shape."""
         return self.down_proj(self.gate_up_proj(x))
+
+
+class PlainMLP(Layer):
+    """Computes the layer without a gate on one rank."""
+
+    opaque = ("_activated",)
+    gated = False
+
+    def __init__(self, spec: model_spec.DenseMLP, context: LayerContext) -> None:
+        super().__init__()
+        group, dtype, kernels = context.mesh.tp, context.dtype, context.kernels
+        hidden, wide = spec.hidden_size, spec.intermediate_size
+        self.names, self.activation = spec.names, spec.activation
+        self.add_module(self.names[0], ColumnParallelLinear(hidden, wide, group, dtype, spec.bias))
+        self.add_module(self.names[1], RowParallelLinear(wide, hidden, group, dtype, spec.bias))
+        self.width = self.second.spec.in_features
+        """of what is activated, on this rank"""
+        self.activate: Callable[[Tensor], Any] = partial(kernels.gate_and_mul, activation=self.activation, gated=False)
+        self.quantized = partial(kernels.gate_and_mul_quantized, activation=self.activation, gated=False)
+
+    @property
+    def second(self) -> RowParallelLinear:
+        """The linear that reads what is activated."""
+        second: RowParallelLinear = getattr(self, self.names[1])
+        return second
+
+    def finalize(self) -> None:
+        """Let the activation give its output in the type that the second linear wants; called before theirs."""
+        super().finalize()
+        wanted = self.second.scheme.product.rounding(self.second.spec, self.second.weights)
+        if wanted is not None:
+            self.activate = partial(self.quantized, to=wanted)
+
+    def forward(self, x: Any) -> Tensor | Pending:
+        """Return the layer's output for x [num_tokens, hidden_size], of the same shape."""
+        return self.second(self._activated(getattr(self, self.names[0])(x)))
+
+    def _activated(self, x: Tensor) -> Any:
+        return self.activate(x)

@@ -78,10 +78,15 @@ class LayerNorm(Layer):
 
     def __init__(self, size: int, norm: layer_parts.Norm, kernels: KernelTable, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype) if norm.weight else None
+        self.plus_one = norm.plus_one
+        self.weight = empty_parameter(size, dtype=torch.float32 if norm.plus_one else dtype) if norm.weight else None
         self.bias = empty_parameter(size, dtype=dtype) if norm.bias else None
         self.size, self.eps = size, norm.eps
         self.layer_norm = kernels.layer_norm
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        weight = {} if self.weight is None else {f"{path}.weight": weight_slot(self.weight, self.plus_one)}
+        return super().slots(path) | weight
 
     def forward(self, hidden: Tensor | Pending, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the norm of hidden + residual [num_tokens, size], and the sum itself, written over `residual`. Without

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.layer_parts import Norm, Norms, Rope
 from headrace.model_config import Fields, num_layers
-from headrace.model_spec import Attention
+from headrace.model_spec import Attention, DenseMLP
 from headrace.models.descriptions import (
     Describe,
     Described,
@@ -165,8 +165,8 @@ def cohere2(c: Fields) -> Described:
     return _cohere(c, mixers, norm)
 
 
-def _layer_norm(c: Fields, bias: bool = False) -> Norm:
-    return Norm("layer", c.number("layer_norm_eps", 1e-5, above=0), bias=bias)
+def _layer_norm(c: Fields, bias: bool = False, eps: str = "layer_norm_eps", plus_one: bool = False) -> Norm:
+    return Norm("layer", c.number(eps, 1e-5, above=0), bias=bias, plus_one=plus_one)
 
 
 def _cohere(c: Fields, mixers: list[Any], norm: Norm) -> Described:
@@ -218,6 +218,40 @@ def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool) ->
     mixer = attention(c, rope=rope, qkv_bias=biased, o_bias=biased and o_bias, norm=norm)
     mlp_bias = biased if o_bias else c.flag("mlp_bias")
     return alike([mixer] * count, [dense(c, mlp_bias)] * count, Norms(norm=norm))
+
+
+# ---- feed-forwards without a gate
+
+
+def arcee(c: Fields) -> Described:
+    """Describe Arcee's AFM: Llama with a feed-forward without a gate."""
+    return _ungated(llama(c), dense(c, c.flag("mlp_bias"), gated=False))
+
+
+def nemotron(c: Fields) -> Described:
+    """Describe Nemotron-4 and Minitron, with layer norms and half of each head rotated."""
+    norm, bias = _layer_norm(c, bias=True, eps="norm_eps", plus_one=True), c.flag("attention_bias")
+    mixer = attention(c, rope=read_rope(c, share=0.5), qkv_bias=bias, o_bias=bias, norm=norm)
+    return _alike(c, mixer, dense(c, c.flag("mlp_bias"), gated=False), norm)
+
+
+def starcoder2(c: Fields) -> Described:
+    """Describe StarCoder 2 (arXiv 2402.19173), with layer norms and biases."""
+    norm, bias = _layer_norm(c, bias=True, eps="norm_epsilon"), c.flag("use_bias", True)
+    mixer = attention(c, c.optional("sliding_window"), qkv_bias=bias, o_bias=bias, norm=norm)
+    return _alike(c, mixer, dense(c, bias, gated=False, names=("c_fc", "c_proj")), norm)
+
+
+STARCODER2: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+"""Values of fields that config.json may leave out"""
+
+
+def _ungated(plain: Described, block: DenseMLP) -> Described:
+    return replace(plain, layers=tuple(replace(layer, feed_forward=block) for layer in plain.layers))
+
+
+def _alike(c: Fields, mixer: Attention, block: DenseMLP, norm: Norm) -> Described:
+    return alike([mixer] * num_layers(c), [block] * num_layers(c), Norms(norm=norm))
 
 
 # ---- multipliers, norms elsewhere, layers without positions

@@ -76,16 +76,19 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 """what config.json calls an activation -> what it is here"""
 
 
-def dense(c: Fields, bias: bool = False, width: str = "intermediate_size", activation: str = "hidden_act") -> DenseMLP:
+def dense(
+    c: Fields, bias: bool = False, width: str = "intermediate_size", activation: str = "hidden_act", **changes: Any
+) -> DenseMLP:
     """Return a dense feed-forward of the width and activation in the fields `width` and `activation`."""
     name = c.text(activation, "silu")
     if name not in ACTIVATIONS:
         raise c.refusal(activation, f"one of {', '.join(ACTIVATIONS)}")
-    return DenseMLP(c.integer("hidden_size"), c.integer(width), bias, ACTIVATIONS[name])
+    return DenseMLP(c.integer("hidden_size"), c.integer(width), bias, ACTIVATIONS[name], **changes)
 
 
 def experts(c: Fields, count: str = "num_local_experts", width: str = "intermediate_size", **changes: Any) -> Experts:

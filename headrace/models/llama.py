@@ -20,7 +20,7 @@ from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.layer import Layer
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.mlp import GatedMLP, PlainMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import Sum, make_norm
 from headrace.layers.rotary import NO_ANGLES, Angles, Rotary
@@ -53,7 +53,7 @@ class LlamaDecoderLayer(Layer):
         if isinstance(block, spec_of.Experts):
             self.mlp: Layer = SparseMoE(block, context)
         else:
-            self.mlp = GatedMLP(block, context)
+            self.mlp = GatedMLP(block, context) if block.gated else PlainMLP(block, context)
 
     def forward(
         self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor

@@ -9,15 +9,19 @@ from typing import Any
 from headrace.errors import UserError
 from headrace.model_config import Fields, text_part
 
-MAMBA = ": it has Mamba-2 layers, for whose scan there are no kernels here"
+MAMBA = ": it has {} layers, for whose scan there are no kernels here"
 REFUSED = {
     **dict.fromkeys(
         (
-            "FalconH1ForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM",
+            "FalconH1ForCausalLM", "NemotronHForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM",
             "Zamba2ForCausalLM", "GraniteMoeHybridForCausalLM",
         ),
-        MAMBA,
+        MAMBA.format("Mamba-2"),
     ),
+    **dict.fromkeys(
+        ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "ZambaForCausalLM"), MAMBA.format("Mamba")
+    ),
+    "ApertusForCausalLM": ": its activation, xIELU, has learned numbers, which no kernel here takes",
     **dict.fromkeys(
         ("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
         ": its layers add embeddings of their own, keep several residuals, and share keys and values",

@@ -24,7 +24,7 @@ from headrace.layers.attention import Attention, QKNorm
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.linear import Linear
-from headrace.layers.mlp import GatedMLP
+from headrace.layers.mlp import GatedMLP, PlainMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import LayerNorm, RMSNorm
 from headrace.layers.rotary import Rotary
@@ -161,17 +161,19 @@ def _rms_norm_quantized(subject: Subject) -> Cases:
 
 
 def _gate_and_mul(subject: Subject) -> Cases:
-    for mlp in subject.kinds(GatedMLP, lambda mlp: (mlp.gate_up_proj.spec.out_features, mlp.activation)):
-        yield from cases.gate_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, mlp.activation)
+    for width, activation, gated in {(mlp.width, mlp.activation, mlp.gated): None for mlp in _mlps(subject)}:
+        yield from cases.gate_and_mul(subject.inputs, 40, width, activation, gated=gated)
 
 
 def _gate_and_mul_quantized(subject: Subject) -> Cases:
     wanted = {id(layer): to for layer, to in subject.rounding_linears()}
-    for mlp in subject.layers(GatedMLP):
-        if (to := wanted.get(id(mlp.down_proj))) is not None:
-            yield from cases.gate_and_mul(
-                subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, mlp.activation, to
-            )
+    for mlp in _mlps(subject):
+        if (to := wanted.get(id(mlp.second))) is not None:
+            yield from cases.gate_and_mul(subject.inputs, 40, mlp.width, mlp.activation, to, gated=mlp.gated)
+
+
+def _mlps(subject: Subject) -> list[GatedMLP | PlainMLP]:
+    return [*subject.layers(GatedMLP), *subject.layers(PlainMLP)]
 
 
 def _layer_norm(subject: Subject) -> Cases:

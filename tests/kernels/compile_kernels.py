@@ -330,6 +330,7 @@ def compile_rest():
         norm.add_up(norm.Unsummed(x, x, weight, 1e-6))
     for kind in activation.GATES:
         activation.gate_and_mul(x, kind)
+        activation.gate_and_mul(x, kind, False)
     batch.copy_words(numbers, numbers)
     batch.scatter_words(numbers, wide, numbers)
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)

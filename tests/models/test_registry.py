@@ -123,6 +123,8 @@ def test_a_refusal_names_the_nearest_family_and_what_it_does_not_know() -> None:
         resolve(ModelConfig.from_dict(like_qwen))
     with pytest.raises(UnsupportedModelError, match="'FalconH1ForCausalLM' is not served yet: it has Mamba-2 layers"):
         resolve(config(architectures=["FalconH1ForCausalLM"]))
+    with pytest.raises(UnsupportedModelError, match="'JambaForCausalLM' is not served yet: it has Mamba layers"):
+        resolve(config(architectures=["JambaForCausalLM"]))
 
 
 def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:

@@ -283,6 +283,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "StableLmForCausalLM": {"biased": ODD | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}},
     "SeedOssForCausalLM": {"biased": ODD | {"head_dim": 24, "pad_token_id": 0}},
+    "ArceeForCausalLM": {"biased": ODD | {"head_dim": 24, "attention_bias": True, "mlp_bias": True}},
+    "NemotronForCausalLM": {"half-rotated": ODD | {"head_dim": 24, "num_key_value_heads": 1}},
+    "Starcoder2ForCausalLM": {
+        "windows": ODD | {"sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    },
     "HeliumForCausalLM": {"interleaved": ODD | {"head_dim": 16, "pad_token_id": 0}},
     "Gemma3ForConditionalGeneration": {
         "text": ODD
