@@ -48,6 +48,41 @@ GPT_OSS = {
 }
 GPT_OSS_20B: dict[str, Any] = catalogue()["gpt-oss-20b"].config | GPT_OSS
 GPT_OSS_120B: dict[str, Any] = catalogue()["gpt-oss-120b"].config | GPT_OSS
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "topk_method": "greedy",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 102400,
+}
 TOY = {  # sizes that groups of 128 divide
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -113,7 +148,7 @@ class BenchModel:
         config = self.config | ({"quantization_config": self.checkpoint} if self.checkpoint else {})
         if not toy:
             return config
-        counts = {name: 8 for name in ("num_experts", "num_local_experts") if name in config}
+        counts = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config}
         return config | TOY | ({**TOY_EXPERTS, **counts} if counts else {})
 
     def cost(self, toy: bool = False) -> Cost:
@@ -139,6 +174,7 @@ LISTED = (
     BenchModel("fp8-static", "Llama-3.1-8B FP8, static scales", LLAMA_8B, checkpoint=STATIC_FP8),
     BenchModel("fp8-block", "Llama-3.1-8B FP8, 128 x 128 blocks", LLAMA_8B, checkpoint=BLOCKS),
     BenchModel("int8", "Llama-3.1-8B W8A8 INT8", LLAMA_8B, checkpoint=INT8, batches=(1,)),
+    BenchModel("v2-lite", "DeepSeek-V2-Lite bf16", DEEPSEEK_V2_LITE),
     BenchModel("gpt-oss-20b", "gpt-oss-20b MXFP4", GPT_OSS_20B),
     BenchModel("gpt-oss-120b", "gpt-oss-120b MXFP4", GPT_OSS_120B, batches=(1, 32)),
     *(

@@ -37,6 +37,8 @@ class AttentionMetadata:
     """requests at the front that run one token each (all of them if max_query_len is 1)"""
     max_prompt_len: int = 0
     """an upper bound of seq_lens of the requests behind them; 0: max_seq_len"""
+    prompt_keys: int = 0
+    """an upper bound of the sum of seq_lens of the requests behind the decodes; 0: none is known"""
     plan: dict[Any, Any] = field(default_factory=dict)
     """what a backend prepares once a step for all layers of a spec"""
     cut: Callable[..., Tensor] | None = None

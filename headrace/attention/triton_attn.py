@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
@@ -25,7 +26,8 @@ from headrace.kernels.attention_config import (
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
 from headrace.kernels.latent import LatentHeads, latent_attention
-from headrace.kernels.latent_config import plan_latent
+from headrace.kernels.latent_config import EXPANDED_BYTES, LatentPlan, plan_latent
+from headrace.kernels.latent_prompt import expanded_attention
 from headrace.kernels.launch import Recording, recorded
 from headrace.kernels.paged import Sequences
 
@@ -51,6 +53,10 @@ class TritonAttention:
         """Prompts may go to kernels/prefill.py."""
         self.unpacked: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """(KV heads, their size, type) -> memory into which an fp8 cache is unpacked"""
+        self.expands = True
+        """Prompts may be served with keys and values of each head."""
+        self.expanded: Tensor | None = None
+        """memory into which keys and values are projected out of latents"""
 
     def prefills_by_copy_engine(self, spec: AttentionSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
         """Tell whether kernels/prefill.py serves such layers' prompts, where they are long enough."""
@@ -158,23 +164,61 @@ class TritonAttention:
         out: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Tensor:
+        sequences = metadata.sequences(spec.group)
+        plan, key_starts = self.planned_latents(q, heads, kv_cache, metadata, spec, chosen)
+        if out is None:
+            out = q.new_empty((*q.shape[:2], heads.sizes(q).v_head_dim))
+        count = len(q) if plan.expanded is None else plan.num_decodes  # tokens in the absorbed form
+        if count:
+            absorbed, turned = heads.absorb(q[:count]), q[:count, :, heads.nope_dim :]
+            attended = torch.empty_like(absorbed)
+            behind = plan.chunk, plan.num_decodes, metadata.num_reqs
+            for how, first, end in ((plan.decode, 0, plan.num_decodes), behind):
+                if how is not None:
+                    latent_attention(
+                        absorbed, turned, kv_cache, sequences, spec.scale, how, kv_scale, chosen, first, end, attended
+                    )
+            heads.values(attended, out[:count])
+        if plan.expanded is not None:
+            memory = self.memory_for_heads(q)
+            expanded_attention(
+                q, heads, kv_cache, sequences, key_starts, spec.scale, plan.expanded, memory, kv_scale,
+                plan.num_decodes, out,
+            )  # fmt: skip
+        return out
+
+    def planned_latents(
+        self,
+        q: Tensor,
+        heads: LatentHeads,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        chosen: Tensor | None = None,
+    ) -> tuple[LatentPlan, Tensor]:
+        """Return the step's launches, and where the keys of each prompt begin among those of all # [prompts + 1]
+        int32."""
         num_chosen = None if chosen is None else chosen.shape[1]
-        plan = metadata.plan.get(("latent", spec, num_chosen))
-        if plan is None:
+        planned: tuple[LatentPlan, Tensor] | None = metadata.plan.get(("latent", spec, num_chosen))
+        if planned is None:
             decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
-            sizes = spec.num_heads, tile_element_size(q, kv_cache), DEVICE_FAMILY, multiprocessor_count(q.device)
             plan = plan_latent(
-                metadata.num_reqs, metadata.num_tokens, decodes, metadata.max_seq_len, *sizes, num_chosen
-            )
-            metadata.plan["latent", spec, num_chosen] = plan
-        absorbed, turned, sequences = heads.absorb(q), q[..., heads.nope_dim :], metadata.sequences(spec.group)
-        attended = torch.empty_like(absorbed)
-        for how, first, end in ((plan.decode, 0, plan.num_decodes), (plan.chunk, plan.num_decodes, metadata.num_reqs)):
-            if how is not None:
-                latent_attention(
-                    absorbed, turned, kv_cache, sequences, spec.scale, how, kv_scale, chosen, first, end, attended
-                )
-        return heads.values(attended, out)
+                metadata.num_reqs, metadata.num_tokens, decodes, metadata.max_seq_len,
+                metadata.prompt_keys if self.expands else 0, heads.sizes(q), tile_element_size(q, kv_cache),
+                q.element_size(), DEVICE_FAMILY, multiprocessor_count(q.device), num_chosen,
+            )  # fmt: skip
+            key_starts = metadata.seq_lens[:0]
+            if plan.expanded is not None:
+                key_starts = F.pad(metadata.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0))
+            planned = metadata.plan["latent", spec, num_chosen] = plan, key_starts
+        return planned
+
+    def memory_for_heads(self, q: Tensor) -> Tensor:
+        """Return the memory into which keys and values are projected. It is allocated at the first call, which the
+        self-check makes."""
+        if self.expanded is None or self.expanded.dtype != q.dtype:
+            self.expanded = torch.empty(EXPANDED_BYTES // q.element_size(), dtype=q.dtype, device=q.device)
+        return self.expanded
 
 
 def _sizes(spec: AttentionSpec, q: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, str, int]:

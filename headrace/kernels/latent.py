@@ -21,7 +21,7 @@ from headrace.kernels.attention import COMBINED, MOST_TILES, _combine_kernel
 from headrace.kernels.attention_config import MAX_SPLITS
 from headrace.kernels.attention_tiles import LOG2_E, weigh
 from headrace.kernels.fp8_cache import as_float16
-from headrace.kernels.latent_config import LatentLaunch
+from headrace.kernels.latent_config import LatentLaunch, LatentSizes
 from headrace.kernels.launch import launch
 from headrace.kernels.paged import Sequences, find_request, rows_between
 
@@ -33,6 +33,11 @@ class LatentHeads:
     weight: Tensor
     """# [num_heads, nope_dim + v_head_dim, latent_dim]"""
     nope_dim: int
+
+    def sizes(self, q: Tensor) -> LatentSizes:
+        """Return the layer's sizes, given queries # [num_tokens, num_heads, nope_dim + rope_dim]."""
+        heads, per_head, latent = self.weight.shape
+        return LatentSizes(heads, self.nope_dim, q.shape[2] - self.nope_dim, per_head - self.nope_dim, latent)
 
     def absorb(self, q: Tensor) -> Tensor:
         """Project the unrotated part of q # [num_tokens, num_heads, nope_dim + rope_dim] into the latent's space;

@@ -14,15 +14,64 @@ from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig
 ABSORBED: dict[tuple[str, int, int], AttentionConfig] = {
     # (family, bytes of an element of the cache, rows of a tile): registers hold sums as wide as the latent for each row
     ("cuda", 1, 16): AttentionConfig(16, 32, 8, 2),
-    ("cuda", 2, 16): AttentionConfig(16, 32, 4, 3),
-    ("cuda", 2, 32): AttentionConfig(32, 32, 8, 3),
+    ("cuda", 2, 16): AttentionConfig(16, 64, 4, 2),
+    ("cuda", 2, 32): AttentionConfig(32, 64, 4, 2),
+    ("cuda", 2, 64): AttentionConfig(64, 64, 8, 2),
     ("cuda", 4, 16): AttentionConfig(16, 16, 8, 1),
     ("hip", 1, 16): AttentionConfig(16, 16, 4, 1),
     ("hip", 2, 16): AttentionConfig(16, 32, 4, 1),
     ("hip", 4, 16): AttentionConfig(16, 16, 4, 1),
 }
-RESIDENT = {16: 2, 32: 1}
+RESIDENT = {16: 2, 32: 2, 64: 1}
 """rows of a tile -> programs wanted for each multiprocessor: as many as are resident at once"""
+
+
+EXPANDED: dict[tuple[str, int], AttentionConfig] = {
+    # (family, bytes of an element of queries): tiles of queries of one head
+    ("cuda", 2): AttentionConfig(128, 64, 8, 3),
+    ("cuda", 4): AttentionConfig(32, 32, 4, 1),
+    ("hip", 2): AttentionConfig(64, 32, 4, 1),
+    ("hip", 4): AttentionConfig(32, 32, 4, 1),
+}
+EXPANDED_BYTES = 128 << 20
+"""of the memory into which keys and values of heads are projected, allocated once"""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Holds the sizes of a layer of latent attention on one rank."""
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    latent_dim: int
+
+    @property
+    def expanded(self) -> int:
+        """Numbers for a key in memory: its row of the cache, and keys and values of all heads."""
+        return self.rope_dim + self.latent_dim + self.num_heads * (self.nope_dim + self.v_head_dim)
+
+    def expands(self, tokens: int, prompts: int, keys: int) -> bool:
+        """Tell whether prompts of `tokens` new tokens in all and `keys` known ones cost fewer operations with each
+        head's own keys and values."""
+        pairs = tokens * max(1.0, (keys - tokens / 2) / prompts)
+        projection = self.latent_dim * (self.nope_dim + self.v_head_dim)
+        absorbed = pairs * (2 * self.latent_dim + self.rope_dim) + tokens * projection
+        return pairs * (self.nope_dim + self.rope_dim + self.v_head_dim) + keys * projection < absorbed
+
+
+@dataclass(frozen=True)
+class ExpandedLaunch:
+    """Describes launches over each head's own keys and values."""
+
+    config: AttentionConfig
+    tiles: int
+    """an upper bound of the tiles of queries"""
+    keys: int
+    """an upper bound of the keys of all prompts"""
+    piece: int
+    """keys that are projected at once"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +97,9 @@ class LatentPlan:
     decode: LatentLaunch | None
     """theirs"""
     chunk: LatentLaunch | None
-    """that of the requests behind them"""
+    """that of the requests behind them, in the absorbed form"""
+    expanded: ExpandedLaunch | None = None
+    """the same with each head's own keys and values"""
 
 
 def pick_launch(
@@ -56,11 +107,12 @@ def pick_launch(
     decode: bool, one_query: bool,
 ) -> LatentLaunch:  # fmt: skip
     """Return the launch for `requests` of `tokens` in all, `longest` keys at most; `one_query`: in a tile."""
-    most = max(rows for *key, rows in ABSORBED if key == [family, element_size])
+    sizes = sorted(rows for *key, rows in ABSORBED if key == [family, element_size])
+    most = sizes[-1]
     blocks = -(-num_heads // most)
     group = -(-num_heads // blocks)
     wanted = group if decode or one_query else max(group, min(most, group * -(-tokens // requests)))
-    rows = 16 if wanted <= 16 else most
+    rows = next(rows for rows in sizes if wanted <= rows)
     config = ABSORBED[family, element_size, rows]
     tiles = requests if decode else tokens // (1 if one_query else config.block_m // group) + requests
     useful = -(-longest // config.block_n)
@@ -70,20 +122,31 @@ def pick_launch(
 
 @lru_cache(maxsize=1024)
 def plan_latent(
-    num_reqs: int, num_tokens: int, num_decodes: int, max_seq_len: int, num_heads: int, element_size: int, family: str,
-    num_sms: int, num_chosen: int | None = None,
+    num_reqs: int, num_tokens: int, num_decodes: int, max_seq_len: int, prompt_keys: int, sizes: LatentSizes,
+    element_size: int, width: int, family: str, num_sms: int, num_chosen: int | None = None,
 ) -> LatentPlan:  # fmt: skip
     """Return the launches for a step of these sizes. `max_seq_len` is an upper bound, which for a graph holds for all
-    later steps. `element_size` is that of the cache, `num_chosen` how many keys are listed for each query."""
+    later steps; so is `prompt_keys`, of the keys of all requests behind the decodes, and 0 if none is known.
+    `element_size` is that of the cache, `width` that of queries, `num_chosen` how many keys are listed for each
+    query."""
+    num_heads = sizes.num_heads
     longest = max_seq_len if num_chosen is None else min(num_chosen, max_seq_len)
     decode = chunk = None
     if num_decodes:
         decode = pick_launch(
             num_decodes, num_decodes, longest, num_heads, element_size, family, num_sms, True, num_chosen is not None
         )
-    if num_reqs > num_decodes:
+    tokens, prompts = num_tokens - num_decodes, num_reqs - num_decodes
+    if prompts and prompt_keys and num_chosen is None and sizes.expands(tokens, prompts, prompt_keys):
+        config, piece = EXPANDED[family, width], EXPANDED_BYTES // width // sizes.expanded // 64 * 64
+        return LatentPlan(
+            num_decodes,
+            decode,
+            None,
+            ExpandedLaunch(config, tokens // config.block_m + prompts, prompt_keys, piece),
+        )
+    if prompts:
         chunk = pick_launch(
-            num_tokens - num_decodes, num_reqs - num_decodes, longest, num_heads, element_size, family, num_sms, False,
-            num_chosen is not None,
-        )  # fmt: skip
+            tokens, prompts, longest, num_heads, element_size, family, num_sms, False, num_chosen is not None
+        )
     return LatentPlan(num_decodes, decode, chunk)

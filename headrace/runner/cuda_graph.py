@@ -392,6 +392,7 @@ def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
     if shape.decode:
         return replace(batch, max_seq_len=max_model_len)
     longest, most = shape.num_tokens if shape.alone else max_model_len, max(2, shape.num_tokens)
+    batch = replace(batch, prompt_keys=longest if shape.alone else 0)
     return replace(
         batch, max_seq_len=longest, max_prompt_len=longest, max_query_len=most, num_decodes=0, decode_only=False
     )

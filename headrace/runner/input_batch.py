@@ -45,6 +45,8 @@ class Batch:
     max_seq_len: int
     max_prompt_len: int
     """of the requests behind the decodes; 0 if there are none"""
+    prompt_keys: int
+    """known tokens of those requests in all"""
     decode_only: bool
     """every token samples, so that token i is sample i"""
 
@@ -180,6 +182,7 @@ class InputBatch:
             max_query_len=longest if padded_tokens is None else max(longest, tokens - num_tokens, 2),
             max_seq_len=int(ends.max()),
             max_prompt_len=int(ends[num_decodes:].max(initial=0)),
+            prompt_keys=int(ends[num_decodes:].sum()),
             decode_only=num_samples == num_tokens,
         )
 

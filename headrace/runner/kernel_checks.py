@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.attention.backend import Backend
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels import cases
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
 from headrace.kernels.fp8 import NarrowWeight, Rounding
@@ -95,9 +96,9 @@ class Subject:
         for layer in self.layers(Attention):
             layer.decode = None
 
-    def cache(self, layer: Attention | LatentAttention, num_blocks: int) -> Tensor:
-        """Return a cache like that of `layer`, filled with zeros."""
-        cache = allocate_alone(self.shape, self.shape.specs.index(layer.spec), num_blocks, self.device)
+    def cache(self, spec: AttentionSpec, num_blocks: int) -> Tensor:
+        """Return a cache like that of a layer of `spec`, filled with zeros."""
+        cache = allocate_alone(self.shape, self.shape.specs.index(spec), num_blocks, self.device)
         assert cache is not None
         return cache
 
@@ -246,7 +247,7 @@ def _narrow_linear(subject: Subject) -> Cases:
 
 
 def _new_tokens(subject: Subject, layer: Attention) -> NewTokens:
-    cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
+    cache = subject.cache(layer.spec, 40 // subject.shape.block_size + 3)
     of_layer = {
         "kv_scale": cache_scale(subject),
         "norms": layer.head_weights(),
@@ -288,7 +289,7 @@ def _latent_rotary_and_cache(subject: Subject) -> Cases:
     for layer in subject.latent_layers():
         table, mixer = subject.rope(layer), layer.mixer
         assert table is not None
-        cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
+        cache = subject.cache(layer.spec, 40 // subject.shape.block_size + 3)
         norm, bound = layer.kv_a_layernorm, cache_bound(subject, ROUNDED)
         angles = partial(subject.kernels.step_angles, table)
         yield from cases.latent_rotary_and_cache(

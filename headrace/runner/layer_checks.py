@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
 from headrace.kernels._triton import DEVICE_FAMILY
@@ -27,7 +26,6 @@ from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_reference
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.norm import HalfNormed, summed
-from headrace.kernels.rotary import quantize_reference as quantize_cache
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
@@ -35,6 +33,8 @@ from headrace.layers.mlp import GatedMLP
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import unquantized
 from headrace.runner.kernel_checks import TOKENS, WIDE, Subject, cache_bound, cache_scale
+from headrace.runner.latent_checks import latent_checks
+from headrace.runner.made_up_cache import LONGEST, filled_cache, longest_sequence
 from headrace.runner.self_check import Check
 
 W8A8 = {False: 6e-2, True: 0.12}
@@ -43,8 +43,8 @@ ROWS_AT_ONCE = 1 << 25
 """Elements of a weight that are widened to float32 at a time"""
 EPS = 1e-6
 """For a norm that the next layer finishes, with an epsilon of its own"""
-LONGEST = 1000
-"""Keys of a decode, enough for several parts"""
+
+
 DECODES = (1, 4, 8, 16, 32, 64, 128, 256)
 """Requests of a step, so that keys are split into as many parts as serving does and nothing is compiled later"""
 
@@ -61,6 +61,7 @@ def layer_checks(subject: Subject) -> Iterator[Check]:
                 yield _prompt_check(subject, layer, subject.backend)
     if subject.device.type != "cpu" or subject.backend.name != "TORCH_SDPA":  # it is the reference of a CPU
         yield from (_attention_check(subject, layer) for layer in layers)
+    yield from latent_checks(subject)
     yield from _linear_checks(subject)
     yield from _fp8_checks(subject)
 
@@ -80,11 +81,11 @@ def _decode_check(subject: Subject, layer: Attention, requests: int) -> Check:
 
 def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     """Compare one step of `requests` decodes, the last of which is padding if there are several."""
-    longest = _longest(subject)
+    longest = longest_sequence(subject)
     lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
     if requests > 1:
         lengths[-1] = 0
-    cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
+    cache, metadata = filled_cache(subject, layer.spec, [1] * requests, lengths)
     norms = layer.head_weights()
     q, k, v = subject.inputs.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
     spec, sinks = layer.spec, _sinks(subject, layer)
@@ -103,11 +104,6 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
 
 
-def _longest(subject: Subject) -> int:
-    """Return the length of the longest made-up sequence."""
-    return min(LONGEST, subject.positions)
-
-
 def _sinks(subject: Subject, layer: Attention) -> dict[str, Tensor]:
     """Return made-up sinks in place of the layer's, if it has any: of all sizes up to that of LONGEST keys together,
     so that they show whatever the number of keys."""
@@ -120,7 +116,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
     """Check the kernel for long prompts on short ones."""
 
     def error() -> float:
-        longest, spec = _longest(subject), layer.spec
+        longest, spec = longest_sequence(subject), layer.spec
         counts, lengths = [min(200, longest), 40, 3], [longest, 40, 2 * subject.shape.block_size]
         size = min(2, subject.shape.dtype.itemsize)
         plan = plan_attention(
@@ -141,7 +137,7 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
 def _attention_check(subject: Subject, layer: Attention) -> Check:
     def error() -> float:
         block = subject.shape.block_size
-        longest = _longest(subject)
+        longest = longest_sequence(subject)
         mixed = ([1, 1, 24, 40], [longest, 3, min(longest, 24 + 2 * block + 1), 40])
         decodes = ([1] * 4, [1, longest, 17, 2 * block])
         prompts = ([longest] * 2, [longest] * 2)  # enough tiles that keys are not split
@@ -159,7 +155,7 @@ def _attention_check(subject: Subject, layer: Attention) -> Check:
 def _attention_error(
     subject: Subject, layer: Attention, counts: list[int], lengths: list[int], plan: AttentionPlan | None = None
 ) -> float:
-    cache, metadata = _filled_cache(subject, layer, counts, lengths)
+    cache, metadata = filled_cache(subject, layer.spec, counts, lengths)
     spec, scale = layer.spec, cache_scale(subject)
     q = subject.inputs.random(sum(counts), layer.heads[0], spec.head_dim)
     if plan is not None and isinstance(subject.backend, TritonAttention):
@@ -173,46 +169,6 @@ def _attention_error(
         spec.chunked, spec.soft_cap,
     )  # fmt: skip
     return relative_error((out, again), (expected, expected))
-
-
-def _filled_cache(
-    subject: Subject, layer: Attention, counts: list[int], lengths: list[int]
-) -> tuple[Tensor, AttentionMetadata]:
-    """Return a layer's cache full of numbers, and a step of `counts` new tokens of requests that then have
-    `lengths`."""
-    size, device = subject.shape.block_size, subject.device
-    needed = [max(1, -(-length // size)) for length in lengths]
-    cache = subject.cache(layer, sum(needed) + 1)
-    content = subject.inputs.random(*cache.shape)
-    scale = cache_scale(subject)
-    if scale is None:
-        cache.copy_(content)
-    else:
-        cache.copy_(quantize_cache(content, scale.view(2, 1, 1, 1, 1), cache.dtype))
-    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
-    free = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).int()
-    for row, own in enumerate(free.split(needed)):
-        table[row, : len(own)] = own
-    positions, slots = [], []
-    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        for position in range(length - count, length):
-            positions.append(max(0, position))
-            slots.append(int(table[row, position // size]) * size + position % size if length else -1)
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    num_groups = layer.spec.group + 1
-    return cache, AttentionMetadata(
-        rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
-        query_start_loc=subject.inputs.ints(0, *ends),
-        seq_lens=subject.inputs.ints(*lengths),
-        positions=subject.inputs.ints(*positions, dtype=torch.int64),
-        slot_mappings=(subject.inputs.ints(*slots, dtype=torch.int64),) * num_groups,
-        block_tables=(table.to(device),) * num_groups,
-        num_reqs=len(counts),
-        num_tokens=sum(counts),
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        num_decodes=sum(count == 1 for count in counts),
-    )
 
 
 def _linear_checks(subject: Subject) -> Iterator[Check]:

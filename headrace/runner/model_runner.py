@@ -257,6 +257,7 @@ class ModelRunner:
             max_seq_len=batch.max_seq_len,
             num_decodes=batch.num_decodes,
             max_prompt_len=batch.max_prompt_len,
+            prompt_keys=batch.prompt_keys,
         )
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor | None:

@@ -25,6 +25,7 @@ from headrace.kernels import (
     gemm,
     latent,
     latent_cache,
+    latent_prompt,
     logsumexp,
     matmul,
     moe,
@@ -175,11 +176,13 @@ def compile_latents(target):
         label = f"latents {cache_dtype or dtype} {heads} heads"
         q, numbers, scale = torch.zeros(64, heads, 192, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.ones(2)
         absorbed, turned = torch.zeros(64, heads, 512, dtype=dtype), q[..., 128:]
+        of_layer = latent.LatentHeads(torch.zeros(heads, 256, 512, dtype=dtype), 128)
         for chosen in (None, torch.zeros(64, 2048, dtype=torch.int32)):
             for decodes, tokens in ((16, 16), (0, 64)):
                 plan = plan_latent(
-                    16, tokens, decodes, 1 << 17, heads, size, family, 132, None if chosen is None else 2048
-                )
+                    16, tokens, decodes, 1 << 17, 0, of_layer.sizes(q), size, dtype.itemsize, family, 132,
+                    None if chosen is None else 2048,
+                )  # fmt: skip
                 how = plan.decode if decodes else plan.chunk
                 latent.latent_attention(
                     absorbed[:tokens], turned[:tokens], cache, SEQUENCES, 1.0, how, scale, chosen, 0, 16
@@ -190,6 +193,15 @@ def compile_latents(target):
             q, kv, kv[0, :512], 1e-6, torch.zeros(8, 64), numbers, cache, numbers, scale, True
         )
         report(f"{label} write", latent_cache._latent_cache_kernel, known)
+        plan = plan_latent(16, 64, 0, 1 << 17, 64, of_layer.sizes(q), size, dtype.itemsize, family, 132)
+        memory = torch.zeros(8 * of_layer.sizes(q).expanded, dtype=dtype)
+        for piece in (8, 64):
+            how = replace(plan.expanded, keys=16, piece=piece)
+            latent_prompt.expanded_attention(
+                q, of_layer, cache, SEQUENCES, SEQUENCES.rows, 1.0, how, memory.repeat(piece // 8), scale, 0
+            )
+            report(f"{label} prompt in {'one piece' if piece > 8 else 'pieces'}", latent_prompt._expanded_kernel, known)
+        report(f"{label} gathered", latent_prompt._gather_kernel, known)
 
 
 def compile_fp8_cache(target):

@@ -11,8 +11,9 @@ from sampled import sampled
 
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.cases import relative_error
-from headrace.kernels.latent import latent_attention, latent_attention_reference
-from headrace.kernels.latent_config import LatentLaunch
+from headrace.kernels.latent import LatentHeads, latent_attention, latent_attention_reference
+from headrace.kernels.latent_config import ExpandedLaunch, LatentLaunch
+from headrace.kernels.latent_prompt import expanded_attention, expanded_attention_reference
 from headrace.kernels.paged import Sequences
 from headrace.kernels.rotary import quantize_reference
 
@@ -114,3 +115,33 @@ def test_a_key_that_overflowed_reaches_every_query_that_sees_it():
     out = latent_attention(q, turned, cache, sequences, 0.3, how)
     assert out[0].isnan().all()
     assert not out[1:].isnan().any()
+
+
+@sampled(
+    ("batch", "piece", "sizes", "dtype"),
+    [[(9, 9), (2, 2), (33, 33), (7, 64)], [(1, 37), (1, 0), (5, 30), (16, 48)], [(3, 64), (7, 0), (2, 33)]],
+    [16, 33, 1000],
+    [(16, 8, 16, 24), (5, 4, 7, 20)],
+    [torch.float32, torch.float16, torch.bfloat16],
+)
+def test_heads_of_their_own_over_pieces(batch, piece, sizes, dtype):
+    """`sizes`: of the unrotated and the rotated part of a head, of its value and of the latent."""
+    nope, rope, value, latent = sizes
+    first = sum(count == 1 for count, _ in batch)
+    quantized = dtype == torch.float16
+    _, _, cache, sequences, kv_scale = make_inputs(
+        batch, 1, (rope, latent), 16, dtype, torch.float8_e4m3fn if quantized else None
+    )
+    tokens, keys = sum(count for count, _ in batch), sum(length for _, length in batch[first:])
+    q = torch.randn(tokens, 3, nope + rope + 1).to(dtype)[..., 1:]
+    q = torch.cat((q.flatten(1), q.flatten(1)), dim=1)[:, : q.shape[1] * q.shape[2]].view(q.shape)
+    heads = LatentHeads((torch.randn(3, nope + value, latent) * latent**-0.5).to(dtype), nope)
+    lengths = torch.tensor([0, *itertools.accumulate(length for _, length in batch[first:])], dtype=torch.int32)
+    expected = expanded_attention_reference(q, heads, cache, sequences, 0.2, kv_scale, first)
+    how = ExpandedLaunch(AttentionConfig(16, 16, 4, 1), tokens // 16 + len(batch) - first, keys + 5, piece)
+    memory = torch.full((piece * heads.sizes(q).expanded,), float("nan"), dtype=dtype)
+    out = torch.full_like(expected, float("nan"))
+    expanded_attention(q, heads, cache, sequences, lengths, 0.2, how, memory, kv_scale, first, out)
+    done = int(sequences.query_start_loc[first])
+    assert relative_error(out[done:], expected[done:]) <= (4e-3 if quantized else TOLERANCE[dtype])
+    assert out[:done].isnan().all()

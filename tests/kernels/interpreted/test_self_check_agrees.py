@@ -24,7 +24,7 @@ from headrace.model_config import Fields, ModelConfig
 from headrace.models import loader, registry
 from headrace.models.descriptions import Described
 from headrace.models.registry import attention_specs, describe
-from headrace.runner import layer_checks
+from headrace.runner import latent_checks, layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.self_check import SelfCheck, with_switches
@@ -49,6 +49,16 @@ MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
+}
+LATENT = {
+    **QWEN3,
+    "architectures": ["YoutuForCausalLM"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 FEW_DECODES = (1, 4, 16)
 """Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
@@ -81,6 +91,7 @@ def check(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES)
+    monkeypatch.setattr(latent_checks, "DECODES", FEW_DECODES[:2])
     for place in ("headrace.kernels.attention", "headrace.attention.triton_attn"):
         monkeypatch.setattr(f"{place}.multiprocessor_count", lambda _: 8)
 
@@ -225,3 +236,23 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
     found = check({**LLAMA, **heads}, kv, None, copy_engine=True, only="attention")
     assert found.demoted == demoted
     assert ran == {2}
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_latents_agree(kv: str) -> None:
+    found = check(LATENT, kv, None, only="_attention")
+    assert found.demoted == []
+    assert found._count == 2 + 2
+    assert check(LATENT, kv, None, only="latent_rotary_and_cache").demoted == []
+
+
+def test_so_are_wrong_kernels_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotates = TRITON_KERNELS.latent_rotary_and_cache
+    wrong = check(LATENT, "auto", None, only="latent_rotary", latent_rotary_and_cache=lambda *a: rotates(*a) * 1.02)
+    assert wrong.demoted == ["latent_rotary_and_cache"]
+    fault = changed(scale=lambda factor: 1.3 * factor)
+    monkeypatch.setattr(triton_attn, "expanded_attention", fault(triton_attn.expanded_attention))
+    assert check(LATENT, "auto", None, only="expanded_attention").demoted == ["expanded_attention"]
+    monkeypatch.setattr(triton_attn, "latent_attention", fault(triton_attn.latent_attention))
+    with pytest.raises(ConfigError, match="attention over latents by TRITON_ATTN disagrees"):
+        check(LATENT, "auto", None, only="latent_attention")

@@ -1,0 +1,83 @@
+"""Checks attention over latents at load, in both of its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from headrace.attention.triton_attn import TritonAttention
+from headrace.errors import ConfigError
+from headrace.kernels.cases import relative_error
+from headrace.kernels.latent import latent_attention_reference
+from headrace.kernels.latent_prompt import expanded_attention_reference
+from headrace.layers.latent_attention import LatentAttention
+from headrace.runner.kernel_checks import WIDE, Subject, cache_bound, cache_scale
+from headrace.runner.made_up_cache import filled_cache, longest_sequence
+from headrace.runner.self_check import Check
+
+DECODES = (1, 8, 64)
+"""Requests of a step, so that keys are split into many parts, into few and not at all"""
+
+
+def latent_checks(subject: Subject) -> Iterator[Check]:
+    """Yield the checks of each kind of layer."""
+    if not isinstance(subject.backend, TritonAttention):  # torch's is the reference of a CPU
+        return
+    for layer in subject.latent_layers():
+        for requests in DECODES:
+            yield _check(subject, layer, [1] * requests, [longest_sequence(subject), *([5, 0] * requests)][:requests])
+        size = subject.shape.block_size
+        yield _check(
+            subject,
+            layer,
+            [1, 1, 3, 40],
+            [longest_sequence(subject), 0, 3, min(longest_sequence(subject), 40 + size + 1)],
+        )
+        yield _prompt_check(subject, layer, subject.backend)
+
+
+def _check(subject: Subject, layer: LatentAttention, counts: list[int], lengths: list[int]) -> Check:
+    def error() -> float:
+        cache, metadata = filled_cache(subject, layer.spec, counts, lengths)
+        spec, heads, scale = layer.spec, layer.kv_b_proj.heads, cache_scale(subject)
+        q = subject.inputs.random(sum(counts), spec.num_heads, layer.mixer.head_dim)
+        out = layer.attend(q, heads, cache, metadata, spec, scale)
+        attended = latent_attention_reference(
+            heads.absorb(q), q[..., heads.nope_dim :], cache, metadata.sequences(-1), spec.scale, scale
+        )
+        return relative_error(out, heads.values(attended))
+
+    def demote() -> str:
+        raise ConfigError(
+            f"attention over latents by {subject.backend.name} disagrees with its reference on this model and device: "
+            f"it must not serve; choose another --attention-backend"
+        )
+
+    return Check("latent_attention", error, cache_bound(subject, WIDE), demote)
+
+
+def _prompt_check(subject: Subject, layer: LatentAttention, backend: TritonAttention) -> Check:
+    """Check prompts with keys and values of each head, behind decodes, in one piece and in several."""
+
+    def error() -> float:
+        counts = [1, min(200, longest_sequence(subject)), 3, 40]
+        lengths = [9, longest_sequence(subject), 3, 40]
+        spec, heads, scale = layer.spec, layer.kv_b_proj.heads, cache_scale(subject)
+        cache, metadata = filled_cache(subject, spec, counts, lengths)
+        q = subject.inputs.random(sum(counts), spec.num_heads, layer.mixer.head_dim)
+        prompts = replace(metadata, prompt_keys=sum(lengths[1:]), plan={})
+        plan, key_starts = backend.planned_latents(q, heads, cache, prompts, spec)
+        assert plan.expanded is not None
+        expected = expanded_attention_reference(q, heads, cache, metadata.sequences(-1), spec.scale, scale)
+        found = []
+        for piece in (plan.expanded.piece, 64):
+            of_pieces = replace(plan, expanded=replace(plan.expanded, piece=piece))
+            prompts.plan["latent", spec, None] = of_pieces, key_starts
+            found.append(layer.attend(q, heads, cache, prompts, spec, scale))
+        return relative_error(tuple(found), (expected, expected))
+
+    def demote() -> str:
+        backend.expands = False
+        return "the absorbed form"
+
+    return Check("expanded_attention", error, cache_bound(subject, WIDE), demote)
