@@ -1,4 +1,4 @@
-"""Checks attention over latents at load, in both of its forms."""
+"""Compares attention over latents, in both of its forms, with its references at load."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from arena import in_arena
-from sampled import sampled
 
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.cases import relative_error
@@ -16,6 +15,7 @@ from headrace.kernels.latent_config import ExpandedLaunch, LatentLaunch
 from headrace.kernels.latent_prompt import expanded_attention, expanded_attention_reference
 from headrace.kernels.paged import Sequences
 from headrace.kernels.rotary import quantize_reference
+from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 BATCHES = {
