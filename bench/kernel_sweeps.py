@@ -340,6 +340,19 @@ SWEEPS: dict[str, Sweep] = {
         _recurrent, [(*_SHAPES[0], *_IN_TURN, 1, True), (*_SHAPES[0], *_RAGGED, 0), (*_SHAPES[1], *_RAGGED, 2)],
         [(*shape, *_LONG, *scan) for shape in _FULL for scan in ((3, True), (0, False), (20, False))],
     ),
+    "index_scores": Sweep(
+        cases.index_scores,
+        [(5, 12, (1, 1, 1), (40, 3, 300), 16, 7), (13, 20, (1, 70, 0, 3), (0, 5, 9, 150), 1, 30),
+         (33, 128, (2, 140), (31, 0), 64, 1)],
+        [(64, 128, counts, known, size, 2048) for size in (1, 64) for counts, known in (
+            ((1,) * 8, (0, 2047, 2048, 9000, 70000, 16, 5000, 131071)), ((1, 300, 0, 33), (5000, 9000, 0, 2000)))],
+    ),
+    "top_keys": Sweep(
+        cases.top_keys,
+        [((1, 1, 1), (40, 3, 300), 7), ((1, 70, 0, 3), (0, 5, 9, 150), 30), ((2, 3), (9000, 1), 1)],
+        [(counts, known, 2048) for counts, known in (
+            ((1,) * 8, (0, 2047, 2048, 9000, 70000, 16, 5000, 131071)), ((1, 300, 0, 33), (5000, 9000, 0, 2000)))],
+    ),
     "widen_tiled": Sweep(
         _tiled, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]
     ),

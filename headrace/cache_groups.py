@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headrace.model_spec import STATE_BYTES, Attention, Mixer, ModelSpec
+from headrace.model_spec import STATE_BYTES, Attention, LatentAttention, Mixer, ModelSpec
 
 CacheKind = Literal["full", "window", "chunk", "latent", "state"]
 ALIGNMENT = 256
@@ -30,8 +30,8 @@ MOST_TRIED = 64
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Describes layers that cache equally many bytes for a token and keep them equally long. A block holds the cache of
-    all of them."""
+    """Describes layers that keep what they cache equally long, and cache equally many bytes for a token, but for the
+    keys of indexes that some layers of latents have. A block holds the cache of all of them."""
 
     layers: tuple[int, ...]
     kind: CacheKind
@@ -139,29 +139,39 @@ def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:
 
 def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) -> CacheLayout:
     """Return what one of `ranks` caches of a model, if a cached value has `itemsize` bytes."""
-    members: dict[tuple[CacheKind, int | None, int], list[int]] = {}
-    keys: dict[int, tuple[CacheKind, int | None, int]] = {}
+    members: dict[tuple[CacheKind, int | None, tuple[int, ...]], dict[int, tuple[int, ...]]] = {}
+    held: dict[int, tuple[CacheKind, tuple[int, ...]]] = {}
     for index, layer in enumerate(spec.layers):
         mixer = layer.mixer
-        key = keys.get(id(mixer))
-        if key is None:
-            share = mixer.cache_share(ranks)
-            size = round(mixer.cached_values * share) * itemsize + round(mixer.state_values * share) * STATE_BYTES
-            key = keys[id(mixer)] = _kind(mixer), mixer.window, size
-        if key[2]:
-            members.setdefault(key, []).append(index)
-    groups = [
-        CacheGroup(tuple(layers), kind, window, block_size, len(layers) * size * (1 if kind == "state" else block_size))
-        for (kind, window, size), layers in members.items()
+        if id(mixer) not in held:
+            held[id(mixer)] = _kind(mixer), _sizes(mixer, ranks, itemsize)
+        kind, sizes = held[id(mixer)]
+        if any(sizes):
+            alike = () if kind == "latent" else sizes
+            members.setdefault((kind, mixer.window, alike), {})[index] = sizes
+    groups = []
+    for (kind, window, _), of in members.items():
+        tokens = 1 if kind == "state" else block_size
+        groups.append(CacheGroup(tuple(of), kind, window, block_size, sum(map(sum, of.values())) * tokens))
+    blocks = [group.block_bytes for group in groups]
+    units = [
+        ALIGNMENT if kind == "state" else math.lcm(ALIGNMENT, *{size for each in of.values() for size in each})
+        for (kind, *_), of in members.items()
     ]
-    sizes = [group.block_bytes for group in groups]
-    units = [ALIGNMENT if kind == "state" else math.lcm(ALIGNMENT, size) for kind, _, size in members]
-    page, counts = _best_page(sizes, units) if len(groups) > 1 else (sum(sizes), [1] * len(groups))
+    page, counts = _best_page(blocks, units) if len(groups) > 1 else (sum(blocks), [1] * len(groups))
     paged = [
         replace(group, blocks_per_page=count, block_stride=page // count)
         for group, count in zip(groups, counts, strict=True)
     ]
     return CacheLayout(tuple(paged), page)
+
+
+def _sizes(mixer: Mixer, ranks: int, itemsize: int) -> tuple[int, ...]:
+    """Return the bytes that a layer caches for a token, or for a state: of an index's keys beside the others."""
+    share = mixer.cache_share(ranks)
+    if isinstance(mixer, LatentAttention) and mixer.index_dim:
+        return mixer.latent_values * itemsize, mixer.index_dim * itemsize
+    return (round(mixer.cached_values * share) * itemsize + round(mixer.state_values * share) * STATE_BYTES,)
 
 
 def _kind(mixer: Mixer) -> CacheKind:

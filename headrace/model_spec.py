@@ -113,7 +113,7 @@ class Attention:
 
     kind = "gqa"
     sparse_top_k = None
-    state_values = flops_per_token = 0
+    index_dim = index_flops_per_pair = state_values = flops_per_token = 0
 
     @property
     def v_head_dim(self) -> int:
@@ -174,7 +174,7 @@ class LatentAttention:
     """Describes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     The keys and values of all heads are projected from one latent, and the latent is what is cached. With
-    `sparse_top_k`, an indexer chooses the keys (DeepSeek-V3.2).
+    `sparse_top_k`, an index chooses the keys (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
     hidden_size: int
@@ -186,9 +186,17 @@ class LatentAttention:
     q_rank: int | None = None
     """size of the latent of queries; None: they are projected from the hidden state directly"""
     sparse_top_k: int | None = None
-    """how many keys the indexer chooses for a query; None: there is no indexer"""
+    """how many keys the index chooses for a query; None: all keys are read"""
     index_heads: int = 0
+    """heads of the layer's own index; 0 beside `sparse_top_k`: the keys are those that the last layer with one chose"""
     index_dim: int = 0
+    """size of the index's queries and of its keys, one of which is cached for each token"""
+    index_interleaved: bool = False
+    """the index rotates number by number with the next, not with the one half of `rope_dim` away"""
+    bias: bool = False
+    """the projections into latents, and out of attention, have biases"""
+    temperature: Temperature | None = None
+    """queries grow with their positions"""
     rope: Rope = Rope()
     scale: float | None = None
     """factor of scores; None: 1 / sqrt(head_dim)"""
@@ -209,35 +217,41 @@ class LatentAttention:
     @cached_property
     def turns(self) -> Turns | None:
         """Say what positions do to queries and keys."""
-        return Turns(self.rope, self.rope_dim)
+        return Turns(self.rope, self.rope_dim, self.temperature)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The layer's tensors."""
         hidden, heads, latent, q_rank = self.hidden_size, self.num_heads, self.latent_dim, self.q_rank
-        q = heads * self.head_dim
+        q, fused = heads * self.head_dim, "qkv_a_proj"
+        bias: Split | None = "whole" if self.bias else None
         if q_rank is None:
-            tensors = linear("self_attn.q_proj", q, hidden, "heads", fused="qkv_a_proj")
+            tensors = linear("self_attn.q_proj", q, hidden, "heads", fused=fused)
         else:
-            tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole", fused="qkv_a_proj")
+            tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole", bias, fused=fused)
             tensors += norm("self_attn.q_a_layernorm", q_rank, of=self.norm)
             tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
-        tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole", fused="qkv_a_proj")
+        tensors += linear("self_attn.kv_a_proj_with_mqa", self.latent_values, hidden, "whole", bias, fused=fused)
         tensors += norm("self_attn.kv_a_layernorm", latent, of=self.norm)
         tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
-        tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", axis=1)
-        if self.sparse_top_k is not None:
+        tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", bias, axis=1)
+        if self.index_heads:
             keys, indexer = self.index_dim, "self_attn.indexer"
             tensors += linear(f"{indexer}.wq_b", self.index_heads * keys, q_rank or hidden, "whole")
-            tensors += linear(f"{indexer}.wk", keys, hidden, "whole")
+            tensors += linear(f"{indexer}.wk", keys, hidden, "whole", fused=fused)
             tensors += norm(f"{indexer}.k_norm", keys, of=Norm("layer", bias=True))
-            tensors.append(Parameter(f"{indexer}.weights_proj.weight", (self.index_heads, hidden), "plain", "whole"))
+            tensors += linear(f"{indexer}.weights_proj", self.index_heads, hidden, "whole", fused=fused)
         return tuple(tensors)
 
     @property
+    def latent_values(self) -> int:
+        """The number of values that attention reads of a token: the latent, and the rotated part of the key."""
+        return self.latent_dim + self.rope_dim
+
+    @property
     def cached_values(self) -> int:
-        """The number of values cached for a token: the latent, the rotated part of the key, and the indexer's key."""
-        return self.latent_dim + self.rope_dim + self.index_dim
+        """The number of values cached for a token: those that attention reads, and the index's key."""
+        return self.latent_values + self.index_dim
 
     def cache_share(self, ranks: int) -> float:
         """Return 1: each of `ranks` holds the whole cache, since a latent has no heads."""
@@ -252,7 +266,12 @@ class LatentAttention:
     @property
     def decode_flops_per_pair(self) -> int:
         """The operations for a decode and one key; a decode multiplies with the latent itself."""
-        return 4 * self.num_heads * self.cached_values
+        return 2 * self.num_heads * (self.latent_values + self.latent_dim)
+
+    @property
+    def index_flops_per_pair(self) -> int:
+        """The operations with which the layer's own index scores one key for one query."""
+        return 2 * self.index_heads * self.index_dim
 
 
 @dataclass(frozen=True)
@@ -282,7 +301,7 @@ class RecurrentState:
     kind = "state"
     window = sparse_top_k = turns = None
     causal = True
-    cached_values = flops_per_pair = decode_flops_per_pair = 0
+    cached_values = index_dim = flops_per_pair = decode_flops_per_pair = index_flops_per_pair = 0
 
     @property
     def num_kv_heads(self) -> int:

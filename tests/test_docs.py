@@ -41,6 +41,8 @@ FAMILIES = {
     "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
     "GlmMoeDsaForCausalLM": "GLM-5",
     "KimiK25ForConditionalGeneration": "Kimi K2.5",
+    "MistralLarge3ForCausalLM": "Mistral Large 3, Small 4",
+    "Mistral4ForCausalLM": "Mistral Large 3, Small 4",
     "Llama4ForConditionalGeneration": "Llama 4",
     "Qwen3NextForCausalLM": "Qwen3-Next",
     "Qwen3_5ForCausalLM": "Qwen3.5",
@@ -178,7 +180,8 @@ def test_models_begins_with_what_is_served() -> None:
     served, planned = run_python(text).splitlines()
     assert "LlamaForCausalLM" in served
     assert "GptOssForCausalLM" in served
-    assert "DeepseekV32ForCausalLM" in planned
+    assert "DeepseekV32ForCausalLM" in served
+    assert "Llama4ForConditionalGeneration" in planned
 
 
 def test_architecture_begins_with_two_steps() -> None:

@@ -30,6 +30,10 @@ class AttentionSpec:
     """Queries and keys are rotated number by number with the next, not with the one half of what is rotated away."""
     latent_dim: int | None = None
     """Values are the last so many numbers of their keys, and the cache holds the keys alone; None: it holds both."""
+    sparse_top_k: int | None = None
+    """A query sees at most so many keys, which an index chooses; None: all"""
+    index_dim: int = 0
+    """size of the layer's own index's key, which is cached beside the latent; 0: it has no index of its own"""
     device_type: str = "cuda"
     batch_invariant: bool = False
     """A query's result must not depend on what else is in the batch, nor on how its prompt was cut into chunks."""

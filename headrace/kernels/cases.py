@@ -44,6 +44,8 @@ EXPERTS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
 """where the reference adds up a token's experts in the model's type"""
 RECURRENT = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """where products of matrices take states and writes rounded to the model's type"""
+SUMS = 1e-5
+"""of products in float32 that are added in another order"""
 EPS = 1e-5
 
 
@@ -505,6 +507,61 @@ def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: 
     if int(other.sum()) > max(1, most * len(ids)):
         return out.fill_(math.nan)
     return torch.where(other[:, None], expected.to(out.dtype), out)
+
+
+# ---- sparse attention
+
+
+def index_scores(
+    make: Inputs, heads: int, dim: int, counts: Sequence[int], known: Sequence[int], block_size: int, top_k: int
+) -> Cases:
+    """Score the keys of requests of `counts` tokens behind `known` ones, and padding of one token: for all queries, and
+    for some from one's middle on. Other layers' rows lie between the blocks."""
+    sequences, blocks, visible = _some_requests(make, counts, known, block_size)
+    q, longest = make.random(len(visible), heads, dim), int(visible.max())
+    weights, arena = make.random(len(visible), heads + 5)[:, 3:-2], make.random(blocks, 2, block_size, 1, dim)
+    decodes = set(counts) == {1}
+
+    def run(first: int, last: int, kernel: Kernel) -> Any:
+        out = torch.full((last - first, longest + 3), math.nan, device=make.device)
+        kernel(q, weights, arena[:, 1].unsqueeze(0), sequences, out, first, top_k, decodes)
+        seen = visible[first:last, None]
+        places = torch.arange(longest + 3, device=make.device)
+        return torch.where((seen > top_k) & (places < seen), out, 0.0)
+
+    for first, last in ((0, len(q)), (len(q) // 3, len(q) - len(q) // 3)):
+        yield Case(partial(run, first, last), SUMS)
+
+
+def top_keys(make: Inputs, counts: Sequence[int], known: Sequence[int], top_k: int) -> Cases:
+    """Choose among scores that differ, and among few that many keys share, of the same requests; behind a query's own
+    key is NaN."""
+    sequences, _, visible = _some_requests(make, counts, known, 16)
+    places = torch.arange(int(visible.max()) + 3, device=make.device)
+    shape = len(visible), len(places)
+    for scores in (make.uniform(*shape) - 0.5, make.integers(-2, 3, *shape) * 0.25):
+        held = torch.where(places < visible[:, None], scores, math.nan)
+        for first, last in ((0, len(held)), (len(held) // 3, len(held) - len(held) // 3)):
+            yield Case(partial(_chosen, sequences, held[first:last], first, top_k), 0.0)
+
+
+def _chosen(sequences: Sequences, scores: Tensor, first: int, top_k: int, kernel: Kernel) -> Any:
+    return kernel(
+        scores, sequences, torch.full((len(scores), top_k), -7, dtype=torch.int32, device=scores.device), first
+    )
+
+
+def _some_requests(
+    make: Inputs, counts: Sequence[int], known: Sequence[int], block_size: int
+) -> tuple[Sequences, int, Tensor]:
+    """Return requests with padding of one token, of how many blocks, and how many keys each token sees # [tokens]."""
+    lengths = [count + before for count, before in zip(counts, known, strict=True)]
+    width, rows = -(-max(lengths) // block_size) + 1, len(counts) + 3
+    table = make.some_of(rows * width, rows * width).view(rows, width).int()
+    starts = make.ints(0, *accumulate((*counts, 1)))
+    sequences = Sequences(table, make.some_of(len(counts) + 1, rows).int(), starts, make.ints(*lengths, 0))
+    visible = [before + place + 1 for count, before in zip(counts, known, strict=True) for place in range(count)]
+    return sequences, rows * width, make.ints(*visible, 0, dtype=torch.int64)
 
 
 # ---- recurrent states

@@ -19,6 +19,7 @@ from headrace.kernels import (
     filter,
     fp8,
     gated_delta,
+    index,
     latent_cache,
     logsumexp,
     moe,
@@ -50,6 +51,7 @@ MODULES = {
     moe: ("fused_moe",),
     gated_delta: ("gated_delta_step",),
     delta_scan: ("gated_delta_scan",),
+    index: ("index_scores", "top_keys"),
     tiled_widen: ("widen_tiled",),
 }
 """module -> the operations it has"""
@@ -89,6 +91,8 @@ class KernelTable:
     fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
     gated_delta_step: Callable[..., Tensor]
     gated_delta_scan: Callable[..., Tensor]
+    index_scores: Callable[..., Tensor]
+    top_keys: Callable[..., Tensor]
     widen_tiled: Callable[..., Tensor]
 
 

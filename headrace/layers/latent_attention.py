@@ -6,6 +6,7 @@ it projects queries into the latent's space (the absorbed form) or each head's o
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Group
 from headrace.kernels.latent import LatentHeads
 from headrace.layers.context import LayerContext
+from headrace.layers.indexer import Indexer
 from headrace.layers.layer import Layer
 from headrace.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, column_spec
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.layers.rotary import Angles
+from headrace.layers.rotary import NO_ANGLES, Angles
 
 
 def _not_applied(x: Any, residual: Tensor | None) -> Tensor:
@@ -44,6 +46,10 @@ class HeadsOfLatents(ColumnParallelLinear):
         self.weights, self.compute = {}, _not_applied  # nothing else needs the weight as it was loaded
 
 
+CHOSEN = "chosen keys"
+"""where a step's plan keeps which keys the last layer with an index has chosen, for it and for layers without"""
+
+
 class LatentAttention(Layer):
     """Computes one layer's latent attention on one rank."""
 
@@ -64,11 +70,18 @@ class LatentAttention(Layer):
             q = ("q_a_proj", q_rank, q_rank, 0)
             self.q_a_layernorm = RMSNorm(q_rank, eps, context.kernels, dtype)
             self.q_b_proj = ColumnParallelLinear(q_rank, mixer.num_heads * mixer.head_dim, group, dtype, bias=False)
-        cached = mixer.latent_dim + mixer.rope_dim
-        self.qkv_a_proj = Linear(column_spec(hidden, (q, ("kv_a_proj_with_mqa", cached, cached, 0)), dtype))
+        parts = [q, ("kv_a_proj_with_mqa", mixer.latent_values, mixer.latent_values, 0)]
+        self.indexer: Indexer | None = None
+        if mixer.index_heads:
+            self.indexer = Indexer(mixer, spec, context)
+            keys, heads = mixer.index_dim, mixer.index_heads
+            # in an order in which as many as may be begin at a multiple of a format's blocks
+            parts[1:] = [("indexer.wk", keys, keys, 0), parts[1], ("indexer.weights_proj", heads, heads, 0)]
+        self.widths = [width for _, _, width, _ in parts]
+        self.qkv_a_proj = Linear(column_spec(hidden, parts, dtype, mixer.bias))
         self.kv_a_layernorm = RMSNorm(mixer.latent_dim, eps, context.kernels, dtype)
         self.kv_b_proj = HeadsOfLatents(mixer, group, dtype)
-        self.o_proj = RowParallelLinear(mixer.num_heads * mixer.v_head_dim, hidden, group, dtype, bias=False)
+        self.o_proj = RowParallelLinear(mixer.num_heads * mixer.v_head_dim, hidden, group, dtype, mixer.bias)
         self.rotary_and_cache = context.kernels.latent_rotary_and_cache
         self.attend = context.backend.latent
         self.kv_scale: Tensor | None = None
@@ -79,19 +92,27 @@ class LatentAttention(Layer):
         if self.spec.quantized_cache:
             self.kv_scale = torch.full((2,), torch.nan, device=device)  # NaN: the checkpoint brings none
 
-    def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
+    def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Any) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write latents and keys to
-        `kv_cache` # [1, num_blocks, block_size, 1, rope_dim + latent_dim]. `angles` are those of rope_dim."""
+        `kv_cache` # [1, num_blocks, block_size, 1, rope_dim + latent_dim], or with an index to the first of two, whose
+        second has its keys. `angles` are those of rope_dim."""
         qkv = self.qkv_a_proj(x)
-        q, kv = qkv[:, : self.q_width], qkv[:, self.q_width :]
+        ends = accumulate(self.widths)
+        q, *others = (qkv[:, end - width : end] for end, width in zip(ends, self.widths, strict=True))
+        kv, latent = others[len(others) // 2], None
+        index: tuple[Any, ...] = ()
         if self.mixer.q_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q)[0])
+            latent = self.q_a_layernorm(q)[0]
+            q = self.q_b_proj(latent)
+        if self.indexer is not None:
+            kv_cache, index_keys = kv_cache
+            index = self.indexer(latent, others[0], others[2]), index_keys, angles
         q = self._rotated(q, kv, kv_cache, metadata, angles)
         if metadata.cut is None:
-            attended = self._attend(q, kv_cache, metadata)
+            attended = self._attend(q, kv_cache, metadata, *index)
         else:
             shape = (self.spec.num_heads, self.mixer.v_head_dim)
-            attended = metadata.cut(self._attend, q, kv_cache, metadata, shape=shape)
+            attended = metadata.cut(self._attend, q, kv_cache, metadata, *index, shape=shape)
         return self.o_proj(attended.view(x.shape[0], -1))
 
     def _rotated(self, q: Tensor, kv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles) -> Tensor:
@@ -104,6 +125,22 @@ class LatentAttention(Layer):
             self.spec.interleaved, temperature,
         )  # fmt: skip
 
-    def _attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, out: Tensor | None = None) -> Tensor:
-        """Return # [num_tokens, num_heads, v_head_dim]."""
-        return self.attend(q, self.kv_b_proj.heads, kv_cache, metadata, self.spec, self.kv_scale, out)
+    def _attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        index: Tensor | None = None,
+        index_keys: Tensor | None = None,
+        angles: Angles = NO_ANGLES,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return # [num_tokens, num_heads, v_head_dim]; `index`: what the layer's own index makes of the tokens."""
+        chosen = None
+        if self.spec.sparse_top_k is not None:
+            if self.indexer is not None:
+                assert index is not None
+                assert index_keys is not None
+                metadata.plan[CHOSEN] = self.indexer.choose(index, index_keys, metadata, angles)
+            chosen = metadata.plan[CHOSEN]
+        return self.attend(q, self.kv_b_proj.heads, kv_cache, metadata, self.spec, self.kv_scale, out, chosen)

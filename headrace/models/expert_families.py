@@ -50,6 +50,13 @@ def sigmoid_experts(c: Fields) -> Experts:
     return _routed(c, grouped=True, renormalize=c.flag("norm_topk_prob", True), sigmoid=True)
 
 
+def renormalized_experts(c: Fields) -> Experts:
+    """Return the experts of Mistral Large 3, weighted by a softmax over all of them and scaled to sum to one."""
+    if c.integer("n_group", 1) > 1:
+        raise c.refusal("n_group", "1")
+    return _routed(c, grouped=False, renormalize=c.flag("norm_topk_prob", True))
+
+
 def _routed(c: Fields, grouped: bool, renormalize: bool, sigmoid: bool = False) -> Experts:
     groups = (c.optional("n_group") or 1) if grouped else 1
     if c.integer("n_routed_experts") % groups:

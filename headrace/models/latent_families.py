@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from headrace.layer_parts import Norms
+from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, num_layers
 from headrace.model_spec import Experts, LatentAttention, LayerSpec
 from headrace.models.descriptions import Described, alike, dense, encoder, mtp_weights, rms_norm
 from headrace.models.encoders import kimi_vision
-from headrace.models.expert_families import behind_dense, sigmoid_experts, softmax_experts
-from headrace.models.ropes import read_rope
+from headrace.models.expert_families import behind_dense, renormalized_experts, sigmoid_experts, softmax_experts
+from headrace.models.ropes import read_rope, read_temperature
 
 
 def latent_attention(c: Fields) -> LatentAttention:
-    """Return the attention that a config.json of DeepSeek's form describes, with an indexer if it names one."""
-    if c.flag("attention_bias"):
-        raise c.refusal("attention_bias", "false")
-    top_k = c.optional("index_topk")
+    """Return the attention that a config.json of DeepSeek's form describes, without an index."""
     rope = replace(read_rope(c), interleaved=c.flag("rope_interleave", True))
     nope, rotated = c.integer("qk_nope_head_dim"), c.integer("qk_rope_head_dim")
+    bias, q_rank = c.flag("attention_bias"), c.optional("q_lora_rank")
+    if bias and q_rank is None:  # q_proj has none, and is one linear with kv_a_proj_with_mqa
+        raise c.refusal("attention_bias", "false where `q_lora_rank` is null")
     return LatentAttention(
         hidden_size=c.integer("hidden_size"),
         num_heads=c.integer("num_attention_heads"),
@@ -28,10 +28,9 @@ def latent_attention(c: Fields) -> LatentAttention:
         rope_dim=rotated,
         nope_dim=nope,
         v_head_dim=c.integer("v_head_dim"),
-        q_rank=c.optional("q_lora_rank") if top_k is None else c.integer("q_lora_rank"),
-        sparse_top_k=top_k,
-        index_heads=c.integer("index_n_heads") if top_k is not None else 0,
-        index_dim=c.integer("index_head_dim") if top_k is not None else 0,
+        q_rank=q_rank,
+        bias=bias,
+        temperature=_temperature(c),
         rope=rope,
         scale=(nope + rotated) ** -0.5 * _stretched(dict(rope.scaling)),
     )
@@ -43,14 +42,58 @@ def _stretched(scaling: dict[str, float]) -> float:
     return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 and share else 1.0
 
 
-def _described(c: Fields, routed: Experts, sparse: list[bool]) -> Described:
-    """Return a model whose layers have dense feed-forwards where they are not sparse. Its layers for further tokens
-    count as drafts."""
-    hidden, mixer, plain, norms = c.integer("hidden_size"), latent_attention(c), dense(c), Norms(norm=rms_norm(c))
-    drafts = c.integer("num_nextn_predict_layers", 0, 0) * mtp_weights(LayerSpec(mixer, routed))
+def _temperature(c: Fields) -> Temperature | None:
+    """Return how queries grow with their positions; tools that read Mistral's own params.json write it in an object."""
+    if not (own := c.object("llama_4_scaling")):
+        return read_temperature(c)
+    return Temperature(own.number("beta"), own.integer("original_max_position_embeddings"))
+
+
+def _described(
+    c: Fields, routed: Experts, sparse: list[bool], mixers: list[LatentAttention] | None = None
+) -> Described:
+    """Return a model whose layers have dense feed-forwards where they are not sparse; `mixers` None: all layers attend
+    alike, to all keys. Its layers for further tokens count as drafts."""
+    hidden, plain, norms = c.integer("hidden_size"), dense(c), Norms(norm=rms_norm(c))
+    mixers = [latent_attention(c)] * len(sparse) if mixers is None else mixers
+    drafts = c.integer("num_nextn_predict_layers", 0, 0) * mtp_weights(LayerSpec(mixers[0], routed))
     blocks = [routed if one else plain for one in sparse]
     vision = encoder(c, kimi_vision, hidden)
-    return alike([mixer] * len(blocks), blocks, norms, vision_weights=vision, draft_weights=drafts)
+    return alike(mixers, blocks, norms, vision_weights=vision, draft_weights=drafts)
+
+
+def _indexed(c: Fields, interleaved: bool) -> list[LatentAttention]:
+    """Return the attention of each layer of a model whose keys an index chooses; some layers may use what the one
+    before them chose (arXiv 2603.12201). `interleaved`: how the family's index rotates where config.json does not say.
+    """
+    mixer = replace(
+        latent_attention(c),
+        q_rank=c.integer("q_lora_rank"),
+        sparse_top_k=c.integer("index_topk"),
+        index_heads=c.integer("index_n_heads"),
+        index_dim=c.integer("index_head_dim", minimum=c.integer("qk_rope_head_dim")),
+        index_interleaved=c.flag("indexer_rope_interleave", interleaved),
+    )
+    if mixer.bias:  # the index's projections have none, and are one linear with the others
+        raise c.refusal("attention_bias", "false")
+    if {*c.texts("layer_types")} - {"indexed_attention", "deepseek_sparse_attention"}:  # the name it had before
+        raise c.refusal("layer_types", "indexed_attention for every layer")
+    shared = replace(mixer, index_heads=0, index_dim=0)
+    return [mixer if own else shared for own in _own_indexes(c)]
+
+
+def _own_indexes(c: Fields) -> list[bool]:
+    """Tell which layers have an index of their own."""
+    count, letters = num_layers(c), {"F": "full", "S": "shared"}
+    name = "indexer_types" if c.values.get("indexer_types") is not None else "index_topk_pattern"
+    if c.values.get(name) is None:
+        every, first = c.integer("index_topk_freq", 1), c.integer("index_skip_topk_offset", 2, 0)
+        return [max(layer - first + 1, 0) % every == 0 for layer in range(count)]
+    given = c.values[name]
+    types = [letters.get(one, one) for one in given] if isinstance(given, str) else c.texts(name)
+    if len(types) != count or {*types} - {*letters.values()} or types[0] != "full":
+        raise c.refusal(name, f"full or shared for each of the {count} layers, and full for the first")
+    return [one == "full" for one in types]
 
 
 def deepseek_v2(c: Fields) -> Described:
@@ -63,13 +106,28 @@ def deepseek_v3(c: Fields) -> Described:
     return _described(c, sigmoid_experts(c), behind_dense(c, 3))
 
 
-def glm4_moe_lite(c: Fields) -> Described:
-    """Describe GLM-4.7-Flash, whose feed-forwards `mlp_layer_types` names; by default the first alone is dense."""
+def _sparse_layers(c: Fields, default: int) -> list[bool]:
+    """Tell which layers have experts: as `mlp_layer_types` says, else those behind the first ones."""
     types, count = c.texts("mlp_layer_types"), num_layers(c)
     if types and (len(types) != count or {*types} - {"dense", "sparse"}):
         raise c.refusal("mlp_layer_types", f"dense or sparse for each of the {count} layers")
-    sparse = [one == "sparse" for one in types] if types else behind_dense(c, 1)
-    return _described(c, sigmoid_experts(c), sparse)
+    return [one == "sparse" for one in types] if types else behind_dense(c, default)
+
+
+def glm4_moe_lite(c: Fields) -> Described:
+    """Describe GLM-4.7-Flash, of whose layers by default the first alone is dense."""
+    return _described(c, sigmoid_experts(c), _sparse_layers(c, 1))
+
+
+def deepseek_v32(c: Fields, interleaved: bool = False) -> Described:
+    """Describe DeepSeek V3.2 (arXiv 2512.02556): V3 with sparse attention; and GLM-5, whose index is interleaved."""
+    return _described(c, sigmoid_experts(c), _sparse_layers(c, 3), _indexed(c, interleaved))
+
+
+def mistral_large3(c: Fields) -> Described:
+    """Describe Mistral Large 3 and Small 4: DeepSeek V3 with a softmax router, and queries that grow with their
+    positions."""
+    return _described(c, renormalized_experts(c), behind_dense(c, 0))
 
 
 def youtu(c: Fields) -> Described:

@@ -63,7 +63,7 @@ class ModelEntry:
         spec = None if own else self.spec(config.fields)
         if spec is not None and spec.is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
-        if spec is None or not any(layer.mixer.kind == "state" for layer in spec.layers):
+        if spec is None or not any(layer.mixer.kind == "state" or layer.mixer.sparse_top_k for layer in spec.layers):
             descriptions.layer_types(config.fields)
         return [*own, *_shape_reasons(config), *_feature_reasons(config)]
 
@@ -90,6 +90,7 @@ MISTRALS: dict[str, Describe] = {
     "mistral": MISTRAL,
     "ministral3": partial(descriptions.llama, windows=descriptions.raw_window, **PLAIN_BIASES),
 }
+MISTRAL3 = families.text_part_of({**MISTRALS, "mistral4": latent_families.mistral_large3})
 QWEN2: Describe = partial(descriptions.llama, windows=descriptions.upper_window, **QWEN2_BIASES)
 QWEN3: Describe = partial(descriptions.llama, windows=descriptions.upper_window, mlp_bias=False, qk_norm="head")
 INTERNVL: dict[str, Describe] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": descriptions.llama, **MISTRALS}
@@ -141,7 +142,7 @@ MODELS = (
     ModelEntry("Gemma2ForCausalLM", families.gemma2, *LLAMA, defaults=families.GEMMA_DEFAULTS),
     ModelEntry("Gemma3ForCausalLM", families.gemma3, *LLAMA, defaults=families.GEMMA3),
     ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=families.GEMMA3),
-    ModelEntry("Mistral3ForConditionalGeneration", families.text_part_of(MISTRALS), *LLAMA, (KV_HEADS,)),
+    ModelEntry("Mistral3ForConditionalGeneration", MISTRAL3, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2_5_VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen3VLForConditionalGeneration", families.qwen3_vl, *LLAMA, (KV_HEADS, "head_dim")),
@@ -180,9 +181,13 @@ MODELS = (
     ModelEntry("DeepseekV3ForCausalLM", latent_families.deepseek_v3, *LLAMA),
     ModelEntry("Glm4MoeLiteForCausalLM", latent_families.glm4_moe_lite, *LLAMA),
     ModelEntry("YoutuForCausalLM", latent_families.youtu, *LLAMA, defaults=TIED),
-    ModelEntry("DeepseekV32ForCausalLM", latent_families.deepseek_v3),
-    ModelEntry("GlmMoeDsaForCausalLM", latent_families.deepseek_v3),
-    ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3),
+    ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3, *LLAMA),
+    ModelEntry("MistralLarge3ForCausalLM", latent_families.mistral_large3, *LLAMA, (PER_TOKEN,)),
+    ModelEntry("Mistral4ForCausalLM", latent_families.mistral_large3, *LLAMA, (PER_TOKEN,)),
+    ModelEntry("DeepseekV32ForCausalLM", latent_families.deepseek_v32, *LLAMA, (PER_TOKEN,)),
+    ModelEntry(
+        "GlmMoeDsaForCausalLM", partial(latent_families.deepseek_v32, interleaved=True), *LLAMA, (PER_TOKEN,)
+    ),
     ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
 )  # fmt: skip
 
@@ -290,7 +295,7 @@ def attention_specs(
         spec = AttentionSpec(
             num_heads=heads // tp_size,
             num_kv_heads=max(1, kv_heads // tp_size),
-            head_dim=mixer.cached_values if latent else mixer.head_dim,
+            head_dim=mixer.latent_values if isinstance(mixer, LatentAttention) else mixer.head_dim,
             scale=mixer.scale or mixer.head_dim**-0.5,
             block_size=block_size,
             dtype=dtype,
@@ -300,7 +305,10 @@ def attention_specs(
             kv_cache_dtype=kv_cache_dtype,
         )
         if isinstance(mixer, LatentAttention):
-            return replace(spec, latent_dim=mixer.latent_dim, interleaved=mixer.rope.interleaved)
+            turned, top_k, keys = mixer.rope.interleaved, mixer.sparse_top_k, mixer.index_dim
+            return replace(
+                spec, latent_dim=mixer.latent_dim, interleaved=turned, sparse_top_k=top_k, index_dim=keys
+            )  # fmt: skip
         own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "soft_cap")}
         return replace(spec, interleaved=mixer.rope is not None and mixer.rope.interleaved, **own)
 

@@ -46,8 +46,6 @@ FULL_GRAPH_OPERATIONS = 10
 """Operations that the host starts for a whole step that is one graph."""
 TILES = (16, 64)
 """Fewest and most rows of a tile of the experts' products; in between, a tile has as many as an expert has."""
-INDEX_VALUES = 128
-"""Numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +187,7 @@ class _Layer:
         self.seconds_per_key = key_bytes / model.kv_bandwidth
         self.seconds_per_pair = attention.flops_per_pair / tp / model.attention_rate
         self.decode_seconds_per_pair = attention.decode_flops_per_pair / tp / model.attention_rate
+        self.index_seconds_per_pair = attention.index_flops_per_pair / model.attention_rate
         # A decode reads its state and writes it.
         self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
@@ -220,15 +219,15 @@ class _Layer:
         read, compute = self.expert.of_experts(active, padded)
         return [*products, (read / slices, compute / slices)]
 
-    def keys(self, context: float) -> tuple[float, float]:
-        """Keys that a query with `context` keys before it attends to, and keys that it reads: an index, where there is
-        one, reads a part of each key that it may choose."""
+    def keys(self, context: float) -> tuple[float, float, float]:
+        """Keys that a query with `context` keys before it attends to, keys that it reads, and keys that the layer's own
+        index scores: it reads a part of each key that it may choose."""
         attention = self.attention
         seen = context if attention.window is None else min(context, attention.window)
         if attention.sparse_top_k is None or seen <= attention.sparse_top_k:
-            return seen, seen
-        index = INDEX_VALUES / max(attention.cached_values, INDEX_VALUES)
-        return attention.sparse_top_k, attention.sparse_top_k + seen * index
+            return seen, seen, 0.0
+        index = attention.index_dim / attention.cached_values
+        return attention.sparse_top_k, attention.sparse_top_k + seen * index, seen * bool(index)
 
 
 def _rounds_activations(deployment: Deployment) -> bool:
@@ -258,7 +257,7 @@ def _kernels(attention: Mixer, mlp: FeedForward, traits: EngineTraits, narrow: b
     count = traits.attention_kernels + (traits.expert_kernels if mlp.num_experts else traits.dense_kernels)
     if attention.kind == "mla":
         count += traits.latent_kernels
-    if attention.sparse_top_k is not None:
+    if attention.index_dim:
         count += traits.index_kernels
     if mlp.num_experts and mlp.intermediate_size:  # shared experts beside the routed ones
         count += traits.dense_kernels - 1
@@ -323,11 +322,12 @@ class StepModel:
 
         weights = kv = flops = activations = links = launches = total = 0.0
         for layer in self._layers:
-            keys, read = layer.keys(work.decode_context)
+            keys, read, scored = layer.keys(work.decode_context)
             cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
-            looking = decodes * (keys * layer.decode_seconds_per_pair + layer.seconds_per_token)
-            prompt_keys = layer.keys(work.prefill_context)[0]
-            prompt_pairs = prefill * (prompt_keys * layer.seconds_per_pair + layer.seconds_per_token)
+            of_index = layer.index_seconds_per_pair
+            looking = decodes * (keys * layer.decode_seconds_per_pair + scored * of_index + layer.seconds_per_token)
+            keys, _, scored = layer.keys(work.prefill_context)
+            prompt_pairs = prefill * (keys * layer.seconds_per_pair + scored * of_index + layer.seconds_per_token)
             products = layer.products(tokens, everywhere)
             collectives = self._collectives(layer, tokens, everywhere)
             elementwise = tokens * layer.activation_seconds

@@ -128,23 +128,21 @@ class ModelShape:
         own = weight_format == self.weight_format and self.held_head != PLAIN
         return self.held_head if own else self.format_of(PLAIN.name)
 
-    def multiplied_weights(self, weight_format: str) -> float:
-        """Count the weights that a token is multiplied with in all layers, as models/loader.py does."""
+    def multiplied_weights(self, weight_format: str, tp: int = 1) -> float:
+        """Count the weights that a token is multiplied with in all layers on one of `tp` ranks, as models/loader.py
+        does."""
         attention, dense, experts = (self.part_format(part, weight_format).launched_as for part in PARTS)
-        return sum(
-            count
-            * (
-                attention * total(layer.mixer.parameters)
-                + dense * total(layer.feed_forward.parameters, "linear", "plain")
-                + total(layer.feed_forward.parameters, "router")
-                + experts * layer.feed_forward.experts_per_token * layer.expert_weights
-            )
-            for layer, count in self.spec.groups
-        )
+        weights = 0.0
+        for layer, count in self.spec.groups:
+            shares, block = rank_shares(layer.mixer, tp), layer.feed_forward
+            weights += count * attention * sum(one.size * shares[one.split] for one in layer.mixer.parameters)
+            shared = dense * total(block.parameters, "linear", "plain") + total(block.parameters, "router")
+            weights += count * (shared + experts * block.experts_per_token * layer.expert_weights) / tp
+        return weights
 
     def most_in_pieces(self, weight_format: str, tp: int) -> int:
         """Return the tokens of the largest step with prompts that headrace captures piecewise."""
-        return most_in_pieces(self.multiplied_weights(weight_format) / self.num_layers / tp)
+        return most_in_pieces(self.multiplied_weights(weight_format, tp) / self.num_layers)
 
     def held_in(self, dtype: str) -> ModelShape:
         """Return the model with everything that is in no format in `dtype`."""

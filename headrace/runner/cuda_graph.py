@@ -202,7 +202,9 @@ class Cut:
         """Return the buffer # [tokens of q, *shape] for the result of attend(q, kv_cache, metadata, *rest)."""
         graph = self.end()
         out = self._buffer(q, shape)
-        self.pieces.append(_Piece(graph, attend, self._device.borrow(q), kv_cache, rest, out))
+        borrow = self._device.borrow
+        held = tuple(borrow(one) if isinstance(one, Tensor) else one for one in rest)
+        self.pieces.append(_Piece(graph, attend, borrow(q), kv_cache, held, out))
         self.begin()
         return out
 

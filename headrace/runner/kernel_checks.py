@@ -23,6 +23,7 @@ from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention, QKNorm
 from headrace.layers.gated_delta_net import GatedDeltaNet
+from headrace.layers.indexer import Indexer
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP, PlainMLP
@@ -32,7 +33,7 @@ from headrace.layers.rotary import Rotary
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.gpu_linear import has_library
 from headrace.quantization.packed import PackedProduct
-from headrace.runner.kv_cache import CacheShape, allocate_alone
+from headrace.runner.kv_cache import CacheShape, allocate_alone, without_index
 from headrace.runner.self_check import Check, Switch, switches
 
 TOKENS = (1, 8, 24, 40)
@@ -97,10 +98,10 @@ class Subject:
             layer.decode = None
 
     def cache(self, spec: AttentionSpec, num_blocks: int) -> Tensor:
-        """Return a cache like that of a layer of `spec`, filled with zeros."""
+        """Return a cache like that of a layer of `spec`, filled with zeros; that of an index is left out."""
         cache = allocate_alone(self.shape, self.shape.specs.index(spec), num_blocks, self.device)
         assert cache is not None
-        return cache
+        return without_index(cache)
 
     def rope(self, layer: Attention | LatentAttention) -> Tensor | None:
         """Return the table of rotary angles of a layer # [positions, rotary_dim]; None: it is not rotated."""
@@ -322,6 +323,26 @@ def _gated_delta_scan(subject: Subject) -> Cases:
         yield from cases.gated_delta(subject.inputs, layer.heads, layer.held, counts, known, first, layer.in_turn)
 
 
+def _index_scores(subject: Subject) -> Cases:
+    for index in subject.ends(Indexer)[:1]:
+        for requests in _past_top_k(index):
+            sizes = index.heads, index.dim, *requests, index.spec.block_size, index.top_k
+            yield from cases.index_scores(subject.inputs, *sizes)
+
+
+def _top_keys(subject: Subject) -> Cases:
+    for index in subject.ends(Indexer)[:1]:
+        for requests in _past_top_k(index):
+            yield from cases.top_keys(subject.inputs, *requests, index.top_k)
+
+
+def _past_top_k(index: Indexer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield how many tokens requests have and how many are known before them: decodes, and a prompt that comes to see
+    more keys than the index chooses."""
+    yield (1, 1), (index.top_k + 300, index.top_k - 1)
+    yield (1, 24), (index.top_k + 100, index.top_k - 5)
+
+
 KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "rms_norm": _rms_norm,
     "rms_norm_quantized": _rms_norm_quantized,
@@ -353,6 +374,8 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "fused_moe": _fused_moe,
     "gated_delta_step": _gated_delta_step,
     "gated_delta_scan": _gated_delta_scan,
+    "index_scores": _index_scores,
+    "top_keys": _top_keys,
     "widen_tiled": _widen_tiled,
 }
 """The cases of every kernel of the table, in the order in which they are checked"""

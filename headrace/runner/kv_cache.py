@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,18 +56,21 @@ class CacheShape:
     def block_size(self) -> int:
         return self.layout.block_size
 
-    def block(self, layer: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and type of what a block holds of a layer.
+    def blocks(self, layer: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and type of each thing that a block holds of a layer.
 
-        The shape is (planes, block_size, num_kv_heads, head_dim), whose planes are K and V, or a latent alone, and (1,
-        numbers) for a recurrent state.
+        The shape is (planes, block_size, num_kv_heads, head_dim), whose planes are K and V, or a latent alone; (1,
+        numbers) for a recurrent state. A layer with an index has its keys too, (1, block_size, 1, index_dim).
         """
         spec = self.specs[layer]
         if spec is None:
             group = self.layout.groups[self.layout.group_of[layer]]
-            return (1, group.block_bytes // len(group.layers) // STATE_BYTES), torch.float32
+            return [((1, group.block_bytes // len(group.layers) // STATE_BYTES), torch.float32)]
         planes = 1 if spec.latent_dim is not None else 2
-        return (planes, spec.block_size, spec.num_kv_heads, spec.head_dim), self.dtype
+        shapes = [(planes, spec.block_size, spec.num_kv_heads, spec.head_dim)]
+        if spec.index_dim:
+            shapes.append((1, spec.block_size, 1, spec.index_dim))
+        return [(shape, self.dtype) for shape in shapes]
 
 
 def cache_shape(
@@ -81,6 +85,23 @@ def cache_shape(
     return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype, num_drafting)
 
 
+class IndexedCache(NamedTuple):
+    """Holds what a layer with an index caches."""
+
+    latents: Tensor
+    """[1, num_blocks, block_size, 1, head_dim]"""
+    index_keys: Tensor
+    """[1, num_blocks, block_size, 1, index_dim]"""
+
+
+LayerCache = Tensor | IndexedCache
+
+
+def without_index(cache: LayerCache) -> Tensor:
+    """Return what attention itself reads of a layer's cache."""
+    return cache.latents if isinstance(cache, IndexedCache) else cache
+
+
 @dataclass(frozen=True)
 class KVCache:
     """Holds the arena, and each layer's cache as a view of it."""
@@ -88,17 +109,18 @@ class KVCache:
     shape: CacheShape
     arena: Tensor
     """[num_pages + 1, page_bytes] uint8; the last page is scratch for padding"""
-    layers: list[Tensor | None]
+    layers: list[LayerCache | None]
     """[2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] for attention, [1, ...] for latent attention, whose
-    values are part of its keys; [num_blocks, numbers] float32 for a recurrent state; None: the layer caches nothing"""
+    values are part of its keys, an IndexedCache where it has an index; [num_blocks, numbers] float32 for a recurrent
+    state; None: the layer caches nothing"""
 
     @property
-    def of_model(self) -> list[Tensor | None]:
+    def of_model(self) -> list[LayerCache | None]:
         """The caches of the model's own layers."""
         return self.layers[: len(self.layers) - self.shape.num_drafting]
 
     @property
-    def of_drafter(self) -> list[Tensor | None]:
+    def of_drafter(self) -> list[Any]:
         """The caches of the layers that guess tokens."""
         return self.layers[len(self.layers) - self.shape.num_drafting :]
 
@@ -125,27 +147,38 @@ def allocate_kv_cache(shape: CacheShape, num_pages: int, device: torch.device) -
     """
     layout = shape.layout
     arena = torch.zeros((num_pages + 1, layout.page_bytes), dtype=torch.uint8, device=device)
-    layers: list[Tensor | None] = [None] * shape.num_layers
+    layers: list[LayerCache | None] = [None] * shape.num_layers
     for group in layout.groups:
         num_blocks = (num_pages + 1) * group.blocks_per_page
-        for place, layer in enumerate(group.layers):
-            size, dtype = shape.block(layer)
-            planes, *inner = size
-            numbers = arena.view(-1).view(dtype)
-            to_plane, to_block = math.prod(inner), group.block_stride // dtype.itemsize
-            offset = place * planes * to_plane
-            if len(layout.groups) == 1 and not group.is_state:
-                to_plane, to_block, offset = num_blocks * to_plane, to_plane, num_blocks * offset
-            strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
-            view = numbers.as_strided((planes, num_blocks, *inner), (to_plane, to_block, *strides), offset)
-            layers[layer] = view[0] if group.is_state else view
+        place = 0  # in a block, in bytes
+        for layer in group.layers:
+            views = []
+            for (planes, *inner), dtype in shape.blocks(layer):
+                numbers = arena.view(-1).view(dtype)
+                to_plane, to_block = math.prod(inner), group.block_stride // dtype.itemsize
+                offset = place // dtype.itemsize
+                place += planes * to_plane * dtype.itemsize
+                if len(layout.groups) == 1 and not group.is_state:
+                    to_plane, to_block, offset = num_blocks * to_plane, to_plane, num_blocks * offset
+                strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
+                views.append(numbers.as_strided((planes, num_blocks, *inner), (to_plane, to_block, *strides), offset))
+            layers[layer] = _of_layer(views, group.is_state)
     return KVCache(shape, arena, layers)
 
 
-def allocate_alone(shape: CacheShape, layer: int, num_blocks: int, device: torch.device) -> Tensor | None:
+def allocate_alone(shape: CacheShape, layer: int, num_blocks: int, device: torch.device) -> LayerCache | None:
     """Allocate a cache of `num_blocks` zeroed blocks for one layer alone; None: the layer caches nothing."""
     if layer not in shape.layout.group_of:
         return None
-    (planes, *inner), dtype = shape.block(layer)
-    cache = torch.zeros((planes, num_blocks, *inner), dtype=dtype, device=device)
-    return cache if shape.specs[layer] is not None else cache[0]
+    views = [
+        torch.zeros((planes, num_blocks, *inner), dtype=dtype, device=device)
+        for (planes, *inner), dtype in shape.blocks(layer)
+    ]
+    return _of_layer(views, shape.specs[layer] is None)
+
+
+def _of_layer(views: list[Tensor], is_state: bool) -> LayerCache:
+    """Return the views of what a layer caches as the layer takes them."""
+    if len(views) > 1:
+        return IndexedCache(*views)
+    return views[0][0] if is_state else views[0]

@@ -19,7 +19,7 @@ from headrace.kernels._triton import fp8_dtype
 from headrace.layers.attention import Attention
 from headrace.layers.latent_attention import LatentAttention
 from headrace.model_config import ModelConfig
-from headrace.runner.kv_cache import CacheShape, allocate_alone
+from headrace.runner.kv_cache import CacheShape, allocate_alone, without_index
 
 NUM_PROMPTS, PROMPT_LENGTH = 4, 128
 HEADROOM = {torch.float8_e5m2: 32.0}
@@ -94,7 +94,7 @@ class Calibration:
         )
         hidden = self.model(ids.view(-1).to(self.device), positions, metadata, caches)
         attended = zip(caches, shape.specs, strict=True)
-        return hidden, [cache for cache, spec in attended if cache is not None and spec is not None]
+        return hidden, [without_index(cache) for cache, spec in attended if cache is not None and spec is not None]
 
     def fitting_scales(self, caches: list[Tensor]) -> Tensor:
         """Return scales # [layers, 2] float32 that put the largest number of each cache, over all ranks, HEADROOM below

@@ -20,7 +20,7 @@ from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import DRAFTING, CudaDevice, Drafting, GraphDevice, Shape, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
-from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
+from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
@@ -38,7 +38,7 @@ class CausalModel(Protocol):
     """Describes what the runner needs of a model."""
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor | None]
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[LayerCache | None]
     ) -> Tensor:
         """Map input_ids, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm."""
         ...

@@ -23,6 +23,7 @@ from headrace.kernels import (
     fp8_cache,
     gated_delta,
     gemm,
+    index,
     latent,
     latent_cache,
     latent_prompt,
@@ -470,6 +471,19 @@ def compile_recurrent(target):
             report(f"recurrent {kernel.__name__} {dtype} heads of {dim}", kernel, known)
 
 
+def compile_index(target):
+    """Indexes of the sizes of DeepSeek V3.2 and GLM-5, over 16-bit and fp8 keys: decodes, prompts, and the choice."""
+    known, numbers = set(), torch.zeros(16, 1 << 14)
+    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    for dtype, heads, block_size in grid((torch.bfloat16, e4m3), (64, 32), (64, 1)):
+        q, keys = torch.zeros(16, heads, 128).bfloat16(), torch.zeros(1, 4, block_size, 1, 128).to(dtype)
+        for decodes in (True, False):
+            index.index_scores(q, q[:, :, 0], keys, SEQUENCES, numbers, 0, 2048, decodes)
+            index.top_keys(numbers, SEQUENCES, torch.zeros(16, 2048, dtype=torch.int32), 0)
+        for kernel in (index._index_scores_kernel, index._top_keys_kernel):
+            report(f"index {kernel.__name__} {dtype} {heads} heads, blocks of {block_size}", kernel, known)
+
+
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_gpt_oss(sys.argv[1])
@@ -487,3 +501,4 @@ if __name__ == "__main__":
     compile_fp8(sys.argv[1])
     compile_narrow(sys.argv[1])
     compile_recurrent(sys.argv[1])
+    compile_index(sys.argv[1])

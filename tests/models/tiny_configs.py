@@ -89,6 +89,10 @@ LATENT = {
 }
 """Latents; an odd size of everything"""
 
+SPARSE = LATENT | {"index_topk": 7, "index_head_dim": 20, "index_n_heads": 13}
+"""an index that chooses few keys; with fewer heads, keys whose scores are all zero would tie"""
+WARM = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4}
+
 DELTA = {
     "vocab_size": 101,
     "num_hidden_layers": 5,
@@ -359,10 +363,39 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "DeepseekV3ForCausalLM": {
         "queries-too": LATENT
+        | {"attention_bias": True}
         | {"first_k_dense_replace": 1, "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}}
         | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
         "whole-queries": LATENT
         | {"q_lora_rank": None, "first_k_dense_replace": 2, "norm_topk_prob": False, "rope_interleave": False},
+    },
+    "KimiK25ForConditionalGeneration": {
+        "text": LATENT
+        | {"first_k_dense_replace": 1, "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        | {"n_routed_experts": 15, "num_experts_per_tok": 4, "routed_scaling_factor": 1.7},
+    },
+    "DeepseekV32ForCausalLM": {
+        "sparse-groups": SPARSE
+        | {"first_k_dense_replace": 1, "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
+        "dense": SPARSE | {"index_topk": 200},
+    },
+    "GlmMoeDsaForCausalLM": {
+        "shared-index": SPARSE
+        | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "shared", "full"]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "dense"], "index_head_dim": 12},
+        "own-index": SPARSE | {"index_topk": 1},
+    },
+    "MistralLarge3ForCausalLM": {
+        "warmed": LATENT
+        | {"rope_parameters": {**YARN_ROPE, **WARM, "mscale_all_dim": 1.0}}
+        | {"first_k_dense_replace": 1, "v_head_dim": 20},
+    },
+    "Mistral4ForCausalLM": {
+        "warmed": LATENT
+        | {"rope_parameters": {**YARN_ROPE, **WARM, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        | {"first_k_dense_replace": 1},
+        "whole-queries": LATENT | {"q_lora_rank": None, "rope_parameters": {**YARN_ROPE, **WARM, "mscale": 0.8}},
     },
     "Glm4MoeLiteForCausalLM": {
         "wide-values": LATENT | {"v_head_dim": 40, "mlp_layer_types": ["dense", "sparse", "dense"]},
@@ -370,6 +403,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "YoutuForCausalLM": {"dense": LATENT | {"tie_word_embeddings": True}},
     "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
 }
+
+REFERENCES = {
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+}
+"""architecture that transformers has not, or not under the names of its checkpoint -> one that computes the same"""
+KIMI_VISION = {"vt_num_hidden_layers": 1, "vt_hidden_size": 16, "vt_intermediate_size": 16, "mm_hidden_size": 16} | {
+    "patch_size": 14, "init_pos_emb_height": 2, "init_pos_emb_width": 2, "merge_kernel_size": [2, 2],
+}  # fmt: skip
 
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
 ALIKE = {
@@ -379,7 +421,7 @@ ALIKE = {
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
     "InternVLForConditionalGeneration", "OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-    "Ernie4_5ForCausalLM",
+    "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM",
 }  # fmt: skip
 """Families all of whose layers' parts others have too: what is the parts' own (two ranks) is tested of those, and of
 these in `make test-all`. A family that is not named here is tested in every way."""
@@ -388,7 +430,7 @@ these in `make test-all`. A family that is not named here is tested in every way
 def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.PretrainedConfig:
     """transformers' config of a model like BASE but for `changes`; with a `vision_config`, that of a model of more than
     text, whose further fields are those of `outer`."""
-    config_class, fields = getattr(transformers, architecture).config_class, {**BASE, **changes}
+    config_class, fields = reference_class(architecture).config_class, {**BASE, **changes}
     if "vision_config" not in fields:
         return config_class(**fields, architectures=[architecture])
     vision, outer = fields.pop("vision_config"), fields.pop("outer", {})
@@ -399,12 +441,14 @@ def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.Pret
 def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.Module:
     """Random weights on disk, every parameter far from its usual start (norms off one, biases off zero), so that none
     can be dropped or swapped unseen. Returns transformers' own float32 model."""
-    model_class = getattr(transformers, architecture)
+    model_class = reference_class(architecture)
     config = tiny_config(architecture, VARIANTS[architecture][variant])
     torch.manual_seed(7)
     model = model_class(config).eval()
     fill_at_random(model, len(variant))
     model.save_pretrained(folder)
+    if architecture in REFERENCES:
+        _as_published(folder, architecture)
     return model
 
 
@@ -419,6 +463,31 @@ def fill_at_random(model: torch.nn.Module, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2, generator=generator)
+
+
+def reference_class(architecture: str) -> Any:
+    """transformers' class that computes what models of an architecture do."""
+    return getattr(transformers, REFERENCES.get(architecture, architecture))
+
+
+def _as_published(folder: Path, architecture: str) -> None:
+    """Give a model that was saved as its reference the fields and names of its own checkpoint."""
+    file = folder / "model.safetensors"
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(file)
+    config["architectures"] = [architecture]
+    if (rope := config["rope_parameters"]).get("llama_4_scaling_beta"):
+        original = rope["original_max_position_embeddings"]
+        config["llama_4_scaling"] = {
+            "beta": rope.pop("llama_4_scaling_beta"),
+            "original_max_position_embeddings": original,
+        }
+    if architecture.endswith("ForConditionalGeneration"):
+        outer = {"architectures": config.pop("architectures"), "vision_config": KIMI_VISION}
+        config = {**outer, "text_config": {**config, "model_type": "kimi_k2"}}
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        tensors |= {"vision_tower.encoder.a.weight": torch.zeros(3), "mm_projector.proj.0.weight": torch.zeros(2)}
+        save_file(tensors, file)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @torch.inference_mode()

@@ -18,7 +18,12 @@ from headrace.planner.shapes import shape_of
 
 WANTED = """llama-3.1-8b llama-3.1-70b llama-3.1-405b llama-3.3-70b llama-4-scout llama-4-maverick mistral-7b
 mixtral-8x7b mixtral-8x22b qwen3-8b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b deepseek-v3 deepseek-r1 deepseek-v3.2
-kimi-k2.5 gpt-oss-20b gpt-oss-120b gemma-3-27b glm-5 minimax-m2.5""".split()
+kimi-k2.5 gpt-oss-20b gpt-oss-120b gemma-3-27b glm-5 mistral-large-3 minimax-m2.5""".split()
+REFERENCES = {
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+}
+"""architecture that transformers has not -> one that is built of the same layers"""
 
 
 def test_the_models_that_are_promised_are_there() -> None:
@@ -31,7 +36,7 @@ def test_parameters_are_those_published(name: str) -> None:
     assert found.total_weights == pytest.approx(entry.parameters, rel=0.01)
     assert found.source == entry.source
     assert entry.source.startswith("https://huggingface.co/")
-    assert entry.source.endswith("/config.json")
+    assert entry.source.endswith(("/config.json", "/params.json"))
     assert entry.parameters_source.startswith("https://")
     if abs(found.total_weights / entry.parameters - 1) > 1e-4:
         assert entry.note, f"{name} differs from the published total: say why"
@@ -44,8 +49,8 @@ def test_layers_weigh_what_the_reference_implementation_builds(name: str) -> Non
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = _few_layers(catalogue()[name].config)
-    if not hasattr(transformers, config["architectures"][0]):  # a vision model around a language model that it has
-        config = {**config["text_config"], "architectures": ["DeepseekV3ForCausalLM"]}
+    if (architecture := config["architectures"][0]) in REFERENCES:
+        config = {**config.get("text_config", config), "architectures": [REFERENCES[architecture]]}
     model_class = getattr(transformers, config["architectures"][0])
     raw = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device("meta"):

@@ -48,13 +48,16 @@ FIELDS: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-EXPERTS = ("Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next")
+EXPERTS = ("Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4")
 """how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""
 

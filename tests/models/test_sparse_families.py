@@ -1,0 +1,122 @@
+"""Families whose keys an index chooses give transformers' tokens however the engine cuts its work, past as many keys as
+it chooses: from the prefix cache, in chunks, after preemption, with blocks of any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver
+from safetensors.torch import load_file, save_file
+from tiny_configs import best_tokens, save_tiny_model
+
+from headrace import LLM, SamplingParams
+from headrace.errors import UnsupportedModelError
+from headrace.model_config import ModelConfig
+from headrace.model_spec import LatentAttention
+from headrace.models.registry import describe
+
+NEW_TOKENS = 12
+MODELS = {
+    "own index": ("DeepseekV32ForCausalLM", "sparse-groups"),
+    "shared index": ("GlmMoeDsaForCausalLM", "shared-index"),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks of 16": {"max_num_batched_tokens": 16},
+    "few pages": {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 14},
+    "blocks of 1": {"block_size": 1},
+    "blocks of 64": {"block_size": 64},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Most begin alike; some see fewer keys than the index chooses, or come to see more."""
+    random = torch.Generator().manual_seed(2)
+    shared = torch.randint(3, 101, (70,), generator=random).tolist()
+    cuts = ((70, 3), (70, 20), (0, 2), (0, 7), (64, 9))
+    return [shared[:cut] + torch.randint(3, 101, (own,), generator=random).tolist() for cut, own in cuts]
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, torch.nn.Module]:  # fmt: skip
+    folder = tmp_path_factory.mktemp("sparse")
+    return folder, save_tiny_model(*request.param, folder)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_those_of_transformers(settings: dict[str, Any], model: tuple[Path, torch.nn.Module]) -> None:
+    folder, theirs = model
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
+    with LLM(str(folder), **{**common, **settings}) as llm:
+        for _ in range(2):  # cold, then warm
+            for prompt, output in zip(prompts(), llm.generate(asked, params, use_tqdm=False), strict=True):
+                found = output.outputs[0].token_ids
+                assert list(found) == best_tokens(theirs, prompt, list(found))
+        stats = llm.stats()
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_what_an_index_leaves_out_matters(tmp_path: Path) -> None:
+    """So that the tests above would find an index that chooses others, or one that chooses nothing."""
+    save_tiny_model("DeepseekV32ForCausalLM", "sparse-groups", tmp_path)
+
+    def logits() -> torch.Tensor:
+        driver = Driver(tmp_path)
+        driver.start(1)
+        return driver.step([prompts()[1]])
+
+    right, tensors = logits(), load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.indexer.weights_proj.weight"
+    save_file({**tensors, name: tensors[name] * -1}, tmp_path / "model.safetensors")
+    wrong, seen = logits(), 7
+    torch.testing.assert_close(wrong[:seen], right[:seen])
+    assert (wrong[seen:] - right[seen:]).abs().max() > 0.01 * right.abs().max()
+
+
+GLM: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "vocab_size": 101, "hidden_size": 64, "intermediate_size": 72,
+    "num_hidden_layers": 7, "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12, "v_head_dim": 28, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "index_topk": 7, "index_head_dim": 16, "index_n_heads": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        ({}, "FFFFFFF"),
+        ({"index_topk_freq": 3}, "FFSSFSS"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSFSFSF"),
+        ({"index_topk_freq": 3, "index_topk_pattern": "FSSSFSS"}, "FSSSFSS"),
+        ({"indexer_types": ["full"] * 6 + ["shared"]}, "FFFFFFS"),
+    ],
+)
+def test_config_json_says_which_layers_share_an_index(fields: dict[str, Any], own: str) -> None:
+    mixers = [layer.mixer for layer in describe(ModelConfig.from_dict({**GLM, **fields})).layers]
+    kept = [mixer for mixer in mixers if isinstance(mixer, LatentAttention)]
+    assert [(mixer.index_heads, mixer.cached_values) for mixer in kept] == [
+        (3, 52 + 16) if letter == "F" else (0, 52) for letter in own
+    ]
+    assert {mixer.sparse_top_k for mixer in kept} == {7}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"index_topk_pattern": "SFFFFFF"}, r"`index_topk_pattern` is \"SFFFFFF\"; must be full or shared for each"),
+        ({"indexer_types": ["full"]}, "`indexer_types` .* each of the 7 layers"),
+        ({"index_head_dim": 8}, "`index_head_dim` is 8; must be an integer from 12"),
+        ({"attention_bias": True}, "`attention_bias` is true; must be false"),
+        ({"q_lora_rank": None}, "`q_lora_rank`"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused_by_field(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        describe(ModelConfig.from_dict({**GLM, **fields}))
