@@ -272,13 +272,18 @@ def pages_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
 def pages_of_longest(config: EngineConfig, facts: list[WorkerFacts]) -> int:
     """Count the pages that one sequence of max_model_len holds while its prompt is computed."""
     assert config.max_model_len is not None
-    return facts[0].layout.pages_for(config.max_model_len, config.max_num_batched_tokens or 1)
+    return facts[0].layout.pages_for(config.max_model_len, _step_places(config))
 
 
 def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> int:
     """Return the length of the longest sequence that so many pages can hold, up to max_model_len."""
     assert config.max_model_len is not None
-    return facts[0].layout.longest(num_pages, config.max_model_len, config.max_num_batched_tokens or 1)
+    return facts[0].layout.longest(num_pages, config.max_model_len, _step_places(config))
+
+
+def _step_places(config: EngineConfig) -> int:
+    """The most places in the cache that a step writes of one request, what a draft model guesses included."""
+    return (config.max_num_batched_tokens or 1) + config.decode_len - 1
 
 
 def decide_mixed_step(

@@ -67,6 +67,11 @@ class SchedulerConfig:
         end = computed + 1 + self.num_drafts
         return end if end <= self.max_model_len else computed + 1
 
+    @property
+    def step_places(self) -> int:
+        """Return the most places that a step writes of one request."""
+        return self.max_num_batched_tokens + self.draft_places
+
     def places(self, end: int) -> int:
         """Return how many places a request needs in the cache that has computed `end` tokens after a step."""
         return max(end, min(end + self.draft_places, self.max_model_len))

@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.kv_cache = KVCacheManager(
-            config.layout, config.num_pages, config.enable_prefix_caching, config.max_num_batched_tokens, config.places
+            config.layout, config.num_pages, config.enable_prefix_caching, config.step_places, config.places
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; each is either waiting or running."""
@@ -101,7 +101,7 @@ class Scheduler:
         request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
         # The last token is sampled but never computed, so it needs no place in the cache; drafts behind it do.
         most = min(request.max_total_tokens - 1 + config.num_drafts + config.draft_places, config.max_model_len)
-        needed = config.layout.pages_for(most, config.max_num_batched_tokens)
+        needed = config.layout.pages_for(most, config.step_places)
         if needed > config.num_pages:
             raise RequestError(
                 f"a prompt of {request.num_prompt_tokens} tokens with max_tokens {core_request.max_tokens} needs "

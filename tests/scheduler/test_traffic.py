@@ -63,8 +63,9 @@ class Traffic:
         script = self.upcoming.popleft()
         request = script.request
         self.script_of[request.request_id] = script
-        most = min(len(script.tokens) - 1 + self.config.num_drafts, self.config.max_model_len)
-        needed = self.config.layout.pages_for(most, self.config.max_num_batched_tokens)
+        config = self.config
+        most = min(len(script.tokens) - 1 + config.num_drafts + config.draft_places, config.max_model_len)
+        needed = config.layout.pages_for(most, config.max_num_batched_tokens + config.draft_places)
         if needed > self.config.num_pages:
             with pytest.raises(RequestError, match=f"needs {needed} pages of KV cache"):
                 self.scheduler.add_request(request)
@@ -148,6 +149,10 @@ class Traffic:
         assert step.masked == bool(matched & sampling)
         for request in due:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
+        by_row = {request.row: request for request in self.scheduler.running.items}
+        for row, computed, count in zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
+            places = min(computed + count + self.config.draft_places, self.config.max_model_len)
+            assert by_row[row].num_blocks * self.config.layout.block_size >= places, "guesses have no place"
         owned = [request.row for request in self.scheduler.requests.values() if request.row >= 0]
         assert len(owned) == len(set(owned))
         if not self.config.enable_chunked_prefill:
@@ -333,7 +338,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     layout = draw(layouts(block_size))
     if any(group.is_state for group in layout.groups):
         num_drafts = 0
-    for_one = layout.pages_for(max_model_len, max_num_batched_tokens)
+    draft_places = draw(st.sampled_from([0, num_drafts]))
+    for_one = layout.pages_for(max_model_len, max_num_batched_tokens + draft_places)
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -346,6 +352,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         mixed_step_tokens=draw(st.none() | st.integers(1, 8)),
         look_ahead=draw(st.booleans()),
         num_drafts=num_drafts,
+        draft_places=draft_places,
     )
 
 
