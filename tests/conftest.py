@@ -43,7 +43,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 THREADS = max(1, CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 """Of torch, in each process that shares the tests: more than there are cores for spin at OpenMP's barriers, which made
 some tests ten times as long."""
-os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # before torch is imported, and for children
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch is imported, and for children
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
