@@ -136,38 +136,36 @@ def errors() -> dict[str, float]:
     """Return how far each form is from its reference."""
     found, times = {}, 1 if ON_GPU else 20
     lengths = [length // times for length in (4000, 700, 60, 1300, 2100, 400)]
-    for heads in (128, 16, 20, 5) if ON_GPU else (4,):
-        for block_size in (1, 16, 64):
-            for cache_dtype in (None, E4M3):
-                batch = LatentBatch(heads, [1, 1, 1, 4, 300 // times, 400 // times], lengths, block_size, cache_dtype)
-                batch.sequences.seq_lens[1] = 0
-                args = batch.absorbed, batch.q[..., NOPE:], batch.cache, batch.sequences, SCALE, batch.scale
-                label = f"{heads} heads blocks of {block_size} {'fp8' if cache_dtype else '16-bit'}"
-                found[f"absorbed {label}"] = relative_error(
-                    batch.attend(batch.plan()), latent_attention_reference(*args)
-                )
-                listed = torch.stack([
-                    pad(torch.randperm(max(position + 1, 0), device=DEVICE)[:50], (0, 50), value=-1)[:50]
-                    for count, length in zip(batch.counts, batch.sequences.seq_lens.tolist(), strict=True)
-                    for position in range(length - count, length)
-                ]).int()  # fmt: skip
-                out = batch.attend(batch.plan(num_chosen=50), chosen=listed)
-                found[f"chosen {label}"] = relative_error(out, latent_attention_reference(*args, listed))
-                plan, expected = (
-                    batch.plan(expands=True),
-                    expanded_attention_reference(
-                        batch.q,
-                        batch.of_heads,
-                        batch.cache,
-                        batch.sequences,
-                        SCALE,
-                        batch.scale,
-                        batch.plan().num_decodes,
-                    ),
-                )
-                if plan.expanded is not None:
-                    out, done = batch.expand(plan, memory_of_heads()), int(batch.sequences.query_start_loc[3])
-                    found[f"expanded {label}"] = relative_error(out[done:], expected[done:])
+    shapes = ((128, 16), (128, 1), (20, 64), (16, 16), (5, 1)) if ON_GPU else ((4, 16),)
+    for heads, block_size in shapes:
+        for cache_dtype in (None, E4M3):
+            batch = LatentBatch(heads, [1, 1, 1, 4, 300 // times, 400 // times], lengths, block_size, cache_dtype)
+            batch.sequences.seq_lens[1] = 0
+            args = batch.absorbed, batch.q[..., NOPE:], batch.cache, batch.sequences, SCALE, batch.scale
+            label = f"{heads} heads blocks of {block_size} {'fp8' if cache_dtype else '16-bit'}"
+            found[f"absorbed {label}"] = relative_error(batch.attend(batch.plan()), latent_attention_reference(*args))
+            listed = torch.stack([
+                pad(torch.randperm(max(position + 1, 0), device=DEVICE)[:50], (0, 50), value=-1)[:50]
+                for count, length in zip(batch.counts, batch.sequences.seq_lens.tolist(), strict=True)
+                for position in range(length - count, length)
+            ]).int()  # fmt: skip
+            out = batch.attend(batch.plan(num_chosen=50), chosen=listed)
+            found[f"chosen {label}"] = relative_error(out, latent_attention_reference(*args, listed))
+            plan, expected = (
+                batch.plan(expands=True),
+                expanded_attention_reference(
+                    batch.q,
+                    batch.of_heads,
+                    batch.cache,
+                    batch.sequences,
+                    SCALE,
+                    batch.scale,
+                    batch.plan().num_decodes,
+                ),
+            )
+            if plan.expanded is not None:
+                out, done = batch.expand(plan, memory_of_heads()), int(batch.sequences.query_start_loc[3])
+                found[f"expanded {label}"] = relative_error(out[done:], expected[done:])
     return found
 
 

@@ -70,9 +70,10 @@ CHECKPOINT_WORDS: dict[str, tuple[str, ...]] = {
 """What users type for a checkpoint that is quantized already, vLLM's names -> names of the formats it may be in."""
 ATTENTION_OF_VLLM = (
     "FLASH_ATTN", "FLASHINFER", "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA",
-    "ROCM_AITER_UNIFIED_ATTN",
+    "ROCM_AITER_UNIFIED_ATTN", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA",
+    "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA",
 )  # fmt: skip
-"""vLLM's backends for ordinary attention. Asking for one of them gives the backend that is chosen here."""
+"""vLLM's backends for attention, over latents too. Asking for one of them gives the backend that is chosen here."""
 BLOCK_SIZES = (1, 16, 32, 64)
 OBJECTIVES = ("latency", "interactive", "throughput")
 GRAPH_MODES = {

@@ -148,7 +148,7 @@ class Note:
 FOREIGN_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "--attention-backend": (
         ATTENTION_OF_VLLM,
-        "a kernel of vLLM's; ordinary attention is served by headrace's own, which the start-up log names",
+        "a kernel of vLLM's; attention is served by headrace's own, which the start-up log names",
     ),
     "--trust-remote-code": (("true",), "code from a model's repository is never run; every family here is native"),
 }  # fmt: skip

@@ -272,7 +272,7 @@ def test_the_notice_is_compact() -> None:
 
 
 @pytest.mark.parametrize("name", ["ROCM_AITER_FA", "rocm_aiter_unified_attn", "ROCM_ATTN", "FLASH_ATTN"])
-@pytest.mark.parametrize("other", ["TRITON_ATTN", "TORCH_SDPA", "ROCM_AITER_MLA", "NONSENSE"])
+@pytest.mark.parametrize("other", ["TRITON_ATTN", "TORCH_SDPA", "NONSENSE"])
 def test_ordinary_attention_of_others_is_ours(name: str, other: str) -> None:
     """The table of backends knows its own, and refuses latent attention that a model does not have."""
     assert foreign_value("--attention-backend", name) is not None
