@@ -20,7 +20,6 @@ from headrace.kernels.attention_config import (
     COPY_ENGINE_PREFILL,
     SMALLEST_BOX,
     UNPACKED_BLOCK,
-    AttentionConfig,
     AttentionPlan,
     by_copy_engine,
     plan_attention,
@@ -161,13 +160,13 @@ class PagedBatch:
         tickets = torch.zeros(len(self.counts) * self.heads[1], dtype=torch.int32, device=DEVICE)
         return *split_qkv(len(self.counts), self.heads, self.q.dtype), rope_table(8192, self.heads[2]), tickets
 
-    def decode(self, cache: Tensor, config: AttentionConfig | None = None, window: int | None = None) -> Tensor:
+    def decode(self, cache: Tensor, window: int | None = None) -> Tensor:
         """Run the fused decode kernel (rotary, write and attention) on new tokens. It writes into `cache`."""
         sizes = (len(self.counts), *self.heads, self.element_size, DEVICE_FAMILY, num_sms())
         planned, splits = plan_decode(*sizes, window)
         q, k, v, angles, tickets = self.new_tokens
         return decode_attention(
-            q, k, v, angles, cache, self.sequences, tickets, self.scale, config or planned, splits, window,
+            q, k, v, angles, cache, self.sequences, tickets, self.scale, planned, splits, window,
             kv_scale=self.kv_scale, sinks=self.sinks,
         )  # fmt: skip
 

@@ -1,12 +1,10 @@
 """Times the kernels that matter on a GPU: attention over 16-bit and fp8 caches beside torch's, and others.
 
     python bench/time_kernels.py                all: TB/s of keys and values that decodes read, TFLOP/s of prompts, us
-    python bench/time_kernels.py --tune         other attention configurations than those of attention_config.py
-    python bench/time_kernels.py --tune --cache e4m3
     TRITON_INTERPRET=1 python bench/time_kernels.py --smoke     the script itself, at tiny sizes, on a CPU
 
-Figures are medians of graph replays that read more memory than the L2 cache holds. --tune prints the rates of each
-configuration, and the best ones as rows for headrace/kernels/attention_config.py. check_kernels.py checks the results.
+Figures are medians of graph replays that read more memory than the L2 cache holds. check_kernels.py
+checks the results.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +20,6 @@ from timing import graph_seconds
 from torch import Tensor
 
 from headrace.kernels.attention import is_hopper
-from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.table import TRITON_KERNELS
 
 HOPPER = ON_GPU and is_hopper(DEVICE)
@@ -32,20 +28,8 @@ HEADS: Heads = (32, 8, 128) if ON_GPU else (8, 2, 16)
 CONTEXTS, BATCHES = ((512, 4096, 32768), (1, 8, 32, 128)) if ON_GPU else ((40,), (2,))
 PROMPTS = ((1, 512, 0), (1, 2048, 0), (8, 2048, 0), (1, 8192, 0), (1, 2048, 6144)) if ON_GPU else ((1, 64, 0),)
 """(requests, new tokens of each, keys before them)"""
-TUNED_DECODES = ((1, 512), (1, 4096), (8, 4096), (32, 4096), (128, 512), (256, 4096)) if ON_GPU else ((2, 40), (3, 40))
-"""(batch, context); of the first two few programs run"""
-DECODE_CONFIGS = (
-    (16, 32, 1, 3), (16, 32, 1, 4), (16, 32, 1, 6), (16, 32, 1, 8), (16, 32, 2, 4), (16, 64, 1, 3), (16, 64, 1, 4),
-    (16, 64, 1, 6), (16, 64, 2, 2), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 4, 2), (16, 128, 2, 2),
-    (16, 128, 2, 4), (16, 128, 4, 2), (16, 128, 4, 3),
-)  # fmt: skip
-"""block_m, block_n, warps, stages"""
 Make = Callable[[int], Callable[[], object]]
 """tokens or rows -> the call to time"""
-PREFILL_CONFIGS = (
-    (64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2),
-    (128, 32, 4, 2), (128, 32, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3),
-)  # fmt: skip
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -53,10 +37,9 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     return graph_seconds([*calls] * max(1, 8 // len(calls)), repeats=9)
 
 
-def decode_rate(batch: PagedBatch, config: AttentionConfig | None = None, fused: bool = True) -> float:
+def decode_rate(batch: PagedBatch, fused: bool = True) -> float:
     """Return the bytes/s of keys and values that decodes read, in the fused kernel or in paged attention alone."""
-    plan = replace(batch.plan(), decode=config) if config else batch.plan()
-    run = partial(batch.decode, config=config) if fused else partial(batch.attend, plan)
+    run = batch.decode if fused else partial(batch.attend, batch.plan())
     return batch.bytes_read / seconds([partial(run, cache=cache) for cache in batch.copies()])
 
 
@@ -64,16 +47,11 @@ def decodes_of(size: int, context: int, cache_dtype: torch.dtype) -> PagedBatch:
     return PagedBatch([1] * size, [context] * size, HEADS, decodes=size, cache_dtype=cache_dtype)
 
 
-def prefill_rate(
-    prompts: tuple[int, int, int], cache_dtype: torch.dtype, copy_engine: bool, config: AttentionConfig | None = None
-) -> str:
+def prefill_rate(prompts: tuple[int, int, int], cache_dtype: torch.dtype, copy_engine: bool) -> str:
     """Return the TFLOP/s of prompts, unpacking included. `copy_engine`: kernels/prefill.py may serve."""
     size, length, past = prompts
     batch = PagedBatch([length] * size, [past + length] * size, HEADS, cache_dtype=cache_dtype)
     plan = batch.plan(copy_engine)
-    if config is not None:
-        tiles = len(batch.q) // (config.block_m * HEADS[1] // HEADS[0]) + size
-        plan = replace(plan, prefill=config, prefill_splits=1, prefill_tiles=tiles)
     call = partial(batch.attend, plan, unpacked=batch.unpacked(plan))
     return f"{teraflops(prompts, call):.0f}"
 
@@ -165,53 +143,12 @@ def time_others() -> None:
             print(f"  {name}: {' / '.join(f'{1e6 * seconds([make(n)]):.1f}' for n in sizes)}", flush=True)
 
 
-def tune(cache_dtype: torch.dtype) -> None:
-    """Time attention configurations, and print the best ones."""
-    made = [decodes_of(*shape, cache_dtype) for shape in TUNED_DECODES]
-    print(f"decode over a {NAMES[cache_dtype]} cache, TB/s at (batch, context) {TUNED_DECODES}; the last also unfused")
-    few: dict[AttentionConfig, float] = {}
-    many: dict[AttentionConfig, float] = {}
-    prefill: dict[AttentionConfig, float] = {}
-    for config in (AttentionConfig(*numbers) for numbers in DECODE_CONFIGS[: None if ON_GPU else 2]):
-        try:
-            rates = [decode_rate(batch, config) / 1e12 for batch in made]
-            rates.append(decode_rate(made[-1], config, fused=False) / 1e12)
-        except Exception as problem:  # not every configuration fits the chip
-            print(f"  {config} cannot run: {type(problem).__name__}: {str(problem)[:80]}", flush=True)
-            continue
-        print(f"  {config} {' '.join(f'{rate:5.2f}' for rate in rates)}", flush=True)
-        few[config], many[config] = sum(rates[:2]), sum(rates[2:])
-    print(f"prompts, TFLOP/s at (requests, tokens, keys before them) {PROMPTS}")
-    configs = [AttentionConfig(*numbers) for numbers in PREFILL_CONFIGS[: None if ON_GPU else 2]]
-    if HOPPER:
-        configs += [AttentionConfig(128, n, 4, stages, copy_engine=True) for n in (64, 128) for stages in (2, 3)]
-    for config in configs:
-        try:
-            cells = [prefill_rate(prompts, cache_dtype, config.copy_engine, config) for prompts in PROMPTS]
-        except Exception as problem:
-            print(f"  {config} cannot run: {type(problem).__name__}: {str(problem)[:80]}", flush=True)
-            continue
-        print(f"  {config}", *cells, flush=True)
-        prefill[config] = sum(map(float, cells))
-    print("# for headrace/kernels/attention_config.py:")
-    tiled, by_copy_engine = ({c: r for c, r in prefill.items() if c.copy_engine == by} for by in (False, True))
-    key, tables = f'"cuda", {cache_dtype.itemsize}, {HEADS[2]}', {"DECODE": many, "FEW_DECODES": few, "PREFILL": tiled}
-    for name, rates_of in (tables | {"COPY_ENGINE_PREFILL": by_copy_engine}).items():
-        if rates_of:
-            print(f"{name}[{key if name in tables else HEADS[2]}] = {max(rates_of, key=rates_of.__getitem__)}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="time other attention configurations")
-    parser.add_argument("--cache", choices=tuple(NAMES.values()), default="16-bit", help="type of the tuned cache")
     parser.add_argument("--smoke", action="store_true", help="all of it at the tiny sizes of a machine without a GPU")
-    options = parser.parse_args()
-    if options.smoke or not options.tune:
-        time_attention()
-        time_others()
-    if options.smoke or options.tune:
-        tune(next(dtype for dtype, name in NAMES.items() if name == options.cache))
+    parser.parse_args()
+    time_attention()
+    time_others()
     return 0
 
 
