@@ -17,11 +17,11 @@ from torch import Tensor
 from headrace.kernels import cases
 from headrace.kernels.activation import GATES
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
+from headrace.kernels.coded import CodedWeight
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.norm import HalfNormed, Unsummed, half_norm_reference
-from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.kernels.tiled import tile
 
@@ -224,11 +224,13 @@ def _tiled(make: Inputs, bits: int, n: int, k: int, group_size: int) -> Cases:
     """Weights of integers with zeros, and of 4-bit floats."""
     groups, codes = -(-k // group_size), make.integers(0, 1 << bits, n, k).byte()
     zeros = make.integers(0, 1 << bits, n, groups).byte()
-    integers = pack(codes, make.uniform(n, groups).half(), zeros, make.uniform(n), bits=bits, group_size=group_size)
+    integers = CodedWeight(
+        codes, make.uniform(n, groups).half(), zeros, make.uniform(n), bits=bits, group_size=group_size
+    )
     yield from cases.widen_tiled(make, tile(integers, make.dtype, gated=n % 2 == 0))
     e8m0, e4m3 = make.integers(110, 140, n, groups).byte(), make.uniform(n, groups).to(torch.float8_e4m3fn)
     for scales in (e8m0, e4m3) if bits == 4 else ():
-        floats = pack(codes, scales, bits=4, values="e2m1", group_size=group_size)
+        floats = CodedWeight(codes, scales, bits=4, values="e2m1", group_size=group_size)
         yield from cases.widen_tiled(make, tile(floats, make.dtype))
 
 

@@ -1,19 +1,20 @@
 """Defines `TiledWeight`: a linear's weight of 4 or 8 bits, in the order in which the matrix units take it.
 
-A PackedWeight (packed.py) is in the order of its rows. Here the codes that a thread multiplies lie together: it loads
+A CodedWeight (coded.py) is in the order of its rows. Here the codes that a thread multiplies lie together: it loads
 16 bytes at once and widens them in place, and nothing passes between threads. The order within a tile is that of the
 left operand of NVIDIA's `wgmma.m64nNk16` and `mma.m16n8k16` (PTX ISA, "Register Fragments"): the same for both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.packed import E2M1, PackedWeight, Values, unpack_codes
+from headrace.kernels.coded import E2M1, CodedWeight, Values
 
 ROWS = 64
 """outputs of a tile"""
@@ -58,7 +59,7 @@ class TiledWeight:
     gated: bool
     """a tile holds 32 rows of the weight's first half, then 32 of its second"""
     order: Tensor | None = None
-    """as a PackedWeight has it"""
+    """as a CodedWeight has it"""
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +129,7 @@ def runs_of(group_size: int) -> int:
     return BLOCK // min(group_size, BLOCK)
 
 
-def why_not_tiled(weight: PackedWeight) -> str:
+def why_not_tiled(weight: CodedWeight) -> str:
     """Say why `tile` cannot take a weight; nothing if it can."""
     size = weight.group_size
     if weight.values == "e4m3" and weight.scales.dtype == torch.uint8:
@@ -138,12 +139,13 @@ def why_not_tiled(weight: PackedWeight) -> str:
     return ""
 
 
-def tile(weight: PackedWeight, dtype: torch.dtype, gated: bool = False) -> TiledWeight:
+def tile(weight: CodedWeight, dtype: torch.dtype, gated: bool = False) -> TiledWeight:
     """Return the weight for activations of `dtype`. `gated`: outputs are
     multiplied pairwise, those of the first half with those of the second."""
     if weight.codes.dim() > 2:
-        return _tile_experts(weight, dtype, gated)
-    n, k = weight.out_features, weight.in_features
+        count = len(weight.codes)
+        return tile_experts((weight.expert(index) for index in range(count)), count, dtype, gated)
+    n, k = weight.codes.shape
     one_group = weight.scales.shape[-1] == 1 and weight.values != "e2m1"
     places = _places(n, gated, weight.codes.device)
     rows = int(places.max()) + 1
@@ -176,11 +178,11 @@ def tile(weight: PackedWeight, dtype: torch.dtype, gated: bool = False) -> Tiled
     )  # fmt: skip
 
 
-def _tile_experts(weight: PackedWeight, dtype: torch.dtype, gated: bool) -> TiledWeight:
-    """Do the same of experts, one at a time."""
-    count, stacked = len(weight.codes), dict[str, Any]()
-    for index in range(count):
-        one = tile(weight.expert(index), dtype, gated)
+def tile_experts(weights: Iterable[CodedWeight], count: int, dtype: torch.dtype, gated: bool = False) -> TiledWeight:
+    """Return the same of `count` experts, which come one at a time so that no more codes are held one a byte."""
+    stacked = dict[str, Any]()
+    for index, weight in enumerate(weights):
+        one = tile(weight, dtype, gated)
         for name, tensor in one.tensors().items():
             if not index:
                 stacked[name] = _with_room(tensor, count)
@@ -213,14 +215,14 @@ def _places(n: int, gated: bool, device: torch.device) -> Tensor:
     return within // (ROWS // 2) * ROWS + within % (ROWS // 2) + (row >= half) * (ROWS // 2)
 
 
-def _tiled(weight: PackedWeight, places: Tensor, rows: int, blocks: int) -> Tensor:
+def _tiled(weight: CodedWeight, places: Tensor, rows: int, blocks: int) -> Tensor:
     """Return the codes in their order # [tiles, blocks, chunks, LANES] int16."""
-    plain = unpack_codes(weight.codes, weight.bits)[:, : weight.in_features]
+    plain, inputs = weight.codes, weight.codes.shape[1]
     if weight.values == "e2m1" and weight.scales.dtype != torch.uint8 and bool((weight.scales.float() == 0).any()):
-        empty = (weight.scales.float() == 0).repeat_interleave(weight.group_size, 1)[:, : weight.in_features]
+        empty = (weight.scales.float() == 0).repeat_interleave(weight.group_size, 1)[:, :inputs]
         plain = plain.masked_fill(empty, 0)  # e5m3 has no 0
     padded = plain.new_zeros((rows, blocks * BLOCK))
-    padded[places, : weight.in_features] = plain
+    padded[places, :inputs] = plain
     per_word = 16 // weight.bits
     # row: tile, warp, 8 rows or the next 8, row of these; column: block, chunk, code of a word, 8 columns or the next
     # 8, pair of columns, column of these
@@ -262,7 +264,7 @@ def _untiled(codes: Tensor, bits: int, values: Values) -> Tensor:
 
 
 def _held_scales(
-    weight: PackedWeight, dtype: torch.dtype, one_group: bool
+    weight: CodedWeight, dtype: torch.dtype, one_group: bool
 ) -> tuple[Tensor | None, Scales, Tensor | None]:
     """Return (scales [out, groups] as TiledWeight holds them, how that is, factors [out])."""
     if weight.scales.dtype == torch.uint8:

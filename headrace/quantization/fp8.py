@@ -24,8 +24,8 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
+from headrace.kernels.coded import CodedWeight
 from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding
-from headrace.kernels.packed import PackedWeight, pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.kernels.tiled import tile, why_not_tiled
 from headrace.quantization import gpu_linear
@@ -142,14 +142,14 @@ class RoundingProduct(Product):
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"], rounding=rounding)
         return HeldExperts(weights["weight"], weights["weight_scale"], self.layout.rounding(spec, weights))
 
-    def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
+    def _packed(self, spec: LinearSpec, weights: Weights) -> CodedWeight:
         """Return experts in int8, or in fp8 with a scale a block, row by row."""
         codes, scales = weights["weight"].view(torch.uint8), weights["weight_scale"]
         if self.layout.numbers == "int8":
-            return pack(codes ^ 128, scales[..., None], bits=8, group_size=spec.in_features)
+            return CodedWeight(codes ^ 128, scales[..., None], bits=8, group_size=spec.in_features)
         rows, size = self.layout.held_block(spec)
         of_outputs = scales.repeat_interleave(rows, -2)[:, : spec.out_features] / of_e4m3fn(weights["weight"].dtype)
-        return pack(codes, of_outputs, bits=8, values="e4m3", group_size=size)
+        return CodedWeight(codes, of_outputs, bits=8, values="e4m3", group_size=size)
 
     def notes(self) -> list[str]:
         return [f"{count} weights in 8 bits are widened at load: {why}" for why, count in self.widened_for.items()]

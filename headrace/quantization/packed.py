@@ -1,4 +1,4 @@
-"""Serves weights of 4 and 8 bits whose inputs share scales (kernels/packed.py) over activations of 16 bits.
+"""Serves weights of 4 and 8 bits whose inputs share scales (kernels/coded.py) over activations of 16 bits.
 
 A GPU multiplies few tokens by the packed weight; for many it widens the weight, in every step anew, and calls the
 vendor's library. A CPU has no arithmetic for packed weights, nor has a GPU beside activations of 32 bits: there each is
@@ -10,27 +10,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.coded import CodedWeight
 from headrace.kernels.matmul import matmul
-from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import KernelTable, select_kernels
-from headrace.kernels.tiled import TiledWeight, tile, why_not_tiled
+from headrace.kernels.tiled import TiledWeight, tile, tile_experts, why_not_tiled
 from headrace.quantization import gpu_linear
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Product, Weights
 from headrace.quantization.unquantized import PlainProduct
 
 
 class PackedLayout(Layout, Protocol):
-    """Knows a checkpoint's tensors that together are a PackedWeight."""
+    """Knows a checkpoint's tensors that together are a CodedWeight."""
 
-    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
-        """Return the loaded `weights`, of a linear or of experts, as kernels read them, without the bias; or say why
-        they have no such form, and are to be widened."""
+    def why_widened(self, spec: LinearSpec, weights: Weights) -> str:
+        """Say why the loaded `weights`, of a linear or of experts, are to be widened; "" if kernels can read them."""
+
+    def coded(self, spec: LinearSpec, weights: Weights) -> CodedWeight:
+        """Return those of a linear, or of one expert, without the bias."""
 
 
 class PackedProduct(Product):
@@ -59,7 +62,7 @@ class PackedProduct(Product):
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self.widens:
             return self.plain.finalize(spec, self.layout.dequantize(spec, weights), fused)
-        tiled, bias = self._tile(spec, weights, fused.activation is not None), weights.get("bias")
+        tiled, bias = self._tile(spec, weights, fused.activation is not None, 0), weights.get("bias")
         if tiled is None:
             return self.plain.finalize(spec, weights, fused)
         weight, inputs = replace(tiled, order=None), _inputs(tiled.order, weights.get("smoothing"), spec.dtype)
@@ -98,24 +101,33 @@ class PackedProduct(Product):
         """Return the experts' TiledWeight, gated if it has gate and up; on a CPU, their weight widened."""
         if self.widens:
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
-        tiled = self._tile(spec, weights, gated=len(spec.parts) > 1)
+        tiled = self._tile(spec, weights, len(spec.parts) > 1, len(next(iter(weights.values()))))
         return HeldExperts(weights["weight"] if tiled is None else tiled)
 
     def notes(self) -> list[str]:
         return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]
 
-    def _tile(self, spec: LinearSpec, weights: Weights, gated: bool) -> TiledWeight | None:
-        """Return `weights` tiled, or None if they are widened; in either form they take the place of the checkpoint's
-        in `weights`."""
-        packed = self.layout.packed(spec, weights)
-        why = packed if isinstance(packed, str) else why_not_tiled(packed)
-        if why or isinstance(packed, str):
+    def _tile(self, spec: LinearSpec, weights: Weights, gated: bool, experts: int) -> TiledWeight | None:
+        """Return `weights`, of so many experts or (0) of a linear, tiled, or None if they are widened; in either form
+        they take the place of the checkpoint's in `weights`."""
+
+        def coded(index: int) -> CodedWeight:
+            own = {name: one if name == "scale_types" else one[index] for name, one in weights.items()}
+            return self.layout.coded(spec, own if experts else weights)
+
+        why = self.layout.why_widened(spec, weights)
+        first = None if why else coded(0)
+        why = why if first is None else why_not_tiled(first)
+        if first is None or why:
             self.widened_for[why] += 1
             plain = self.layout.dequantize(spec, weights)
             weights.clear()
             weights.update(plain)
             return None
-        tiled = tile(packed, spec.dtype, gated)
+        if experts:
+            tiled = tile_experts(chain([first], map(coded, range(1, experts))), experts, spec.dtype, gated)
+        else:
+            tiled = tile(first, spec.dtype, gated)
         _take_place(weights, tiled.tensors())
         self.held[tiled.codes.data_ptr()] = tiled
         return tiled

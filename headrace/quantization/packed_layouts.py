@@ -1,5 +1,5 @@
-"""Reads weights of 2, 3, 4 and 8 bits in integers, as AutoAWQ, GPTQ's tools (AutoRound's export too), ModelOpt and
-compressed-tensors write them: most are packed into words.
+"""Reads weights of 2, 3, 4 and 8 bits in integers, and of 4 in floats, as AutoAWQ, GPTQ's tools (AutoRound's export
+too), ModelOpt, Quark and compressed-tensors write them, and gpt-oss has them: most are packed into words.
 
 They differ in names, in which way round a weight lies and along which side its codes are packed (spellings.py).
 Codes are dense in their words: code i of a row has the bits from i * bits on, so that 3-bit codes cross words.
@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.kernels.packed import PackedWeight, pack
+from headrace.kernels.coded import CodedWeight
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights, note_type, noted_type
+from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Scheme, Slot, Weights, note_type, noted_type
 from headrace.quantization.smoothing import NAME as SMOOTHING
 from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
-from headrace.quantization.spellings import INTERLEAVED, SPELLINGS, Axis, Spelling, unpack_words
+from headrace.quantization.spellings import FLOATS_4, GROUPS_4, INTERLEAVED, SPELLINGS, Axis, Spelling, unpack_words
 from headrace.quantization.unquantized import bias_slot, empty_bias
 
 Zeros = Literal["stored", "stored minus one", "perhaps", "none"]
@@ -33,6 +33,8 @@ MIDDLES = -0x77777778
 """a word of 4-bit zeros that are all 8"""
 DUMMY_REACH = 2e-3
 """the largest dummy weight"""
+DUMMY_FACTOR = 2.0**-12
+"""factor of dummy weights, whose scales are 1"""
 LEAST_GROUP = 16
 """inputs that kernels read at once, of which groups must be multiples"""
 UNKNOWN = -1
@@ -46,25 +48,22 @@ class Loaded:
     codes: Tensor
     """[..., out, in] uint8"""
     scales: Tensor
-    """[..., out, groups] fp32"""
+    """[..., out, groups] fp32, or as stored if they have 8 bits"""
     zeros: Tensor | None
     """[..., out, groups] uint8; None: the middle of the codes' range"""
     groups: Tensor | None
     """[..., in] int64: the group of each column; None: they are in order, and all but the last are whole"""
     dtype: torch.dtype
-    """of the scales in the checkpoint, to which tools round the weight"""
+    """to which tools round the weight: that of float scales in the checkpoint"""
+    factor: Tensor | None
+    """[..., 1] fp32: the checkpoint's"""
 
 
-class IntegerLayout:
+class CodedLayout:
     """Keeps the checkpoint's words until a linear is repacked, each part's tensors by themselves: `0.qweight`, ..."""
 
     def __init__(
-        self,
-        spelling: Spelling,
-        bits: int,
-        group_size: int,
-        zeros: Zeros,
-        act_order: bool = False,
+        self, spelling: Spelling, bits: int, group_size: int, zeros: Zeros = "none", act_order: bool = False
     ) -> None:
         """Take group_size 0 for one group an output; `act_order`: columns may be in groups that are not neighbours."""
         self.spelling, self.bits, self.group_size = spelling, bits, group_size
@@ -76,7 +75,8 @@ class IntegerLayout:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         weights = empty_bias(spec, device, experts)
-        weights["scale_types"] = torch.zeros(*experts, len(spec.parts), dtype=torch.uint8, device=device)
+        if self.spelling.narrow_scales is None:
+            weights["scale_types"] = torch.zeros(*experts, len(spec.parts), dtype=torch.uint8, device=device)
         for index, part in enumerate(spec.parts):
             for name, slot in self._slots_of(part):
                 held = (cut.stop - cut.start for cut in slot.source)
@@ -91,7 +91,7 @@ class IntegerLayout:
         for index, part in enumerate(spec.parts):
             for name, slot in self._slots_of(part):
                 held = weights[f"{index}.{name}"]
-                store = partial(_store_scales, held, weights["scale_types"][index]) if slot.is_scale else None
+                store = partial(_store_scales, held, weights["scale_types"][index]) if slot.as_stored else None
                 yield part, name, replace(slot, destination=held, store=store)
             if self.spelling.groups and not self.group_size:  # all zeros
                 types = ("I32", "I64")
@@ -107,30 +107,43 @@ class IntegerLayout:
             if self.spelling.spare_bias and not spec.bias:
                 yield part, "bias", _checked_slot(part.shape[0], _check_zeros, torch.float32, FLOATS)
 
-    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
-        """Return the weight as kernels read it, or why they cannot: groups are small, or an order of inputs is not one
-        for the whole linear, or leaves groups in pieces."""
+    def why_widened(self, spec: LinearSpec, weights: Weights) -> str:
+        """Say why kernels cannot read the weights of a linear or of experts: groups are small, or an order of inputs is
+        not one for the whole linear, or leaves groups in pieces; "" if they can."""
         if self.group_size % LEAST_GROUP:
             return f"kernels read {LEAST_GROUP} inputs at once, and groups are of {self.group_size}"
         if why := why_not_common(weights):
             return why
+        order = self._common_order([self._columns(index, part, weights) for index, part in enumerate(spec.parts)])
+        return order if isinstance(order, str) else ""
+
+    def coded(self, spec: LinearSpec, weights: Weights) -> CodedWeight:
+        """Return the weight of a linear as `tile` takes it, without bias and `smoothing`. There must be no reason why
+        it is widened."""
         parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
-        order = self._common_order(parts)
-        if isinstance(order, str):
-            return order
-        codes = _stacked([part.codes for part in parts], spec.out_features)
-        scales = _stacked([part.scales for part in parts], spec.out_features)
+        order, rows = self._common_order([part.groups for part in parts]), spec.out_features
+        codes, narrow = _stacked([part.codes for part in parts], rows), self.spelling.narrow_scales
+        if narrow is None:
+            scales = _stacked([part.scales for part in parts], rows).to(noted_type(weights["scale_types"]))
+        else:
+            scales = _stacked([part.scales.view(torch.uint8) for part in parts], rows).view(narrow)
         zeros = None
         if parts[0].zeros is not None:
             middle = 1 << self.kept_bits - 1
-            zeros = _stacked([part.zeros for part in parts if part.zeros is not None], spec.out_features, middle)
+            zeros = _stacked([part.zeros for part in parts if part.zeros is not None], rows, middle)
             zeros = None if bool((zeros == middle).all()) else zeros
-        if order is not None:
-            codes = codes[:, order]
-        return pack(
-            codes, scales.to(noted_type(weights["scale_types"])), zeros,
-            bits=self.kept_bits, group_size=self._size(scales, codes), order=order,
-        )  # fmt: skip
+        factors = [one for part in parts if (one := self._factors(part)) is not None]
+        ordered = order if isinstance(order, Tensor) else None
+        return CodedWeight(
+            codes if ordered is None else codes[:, ordered],
+            scales,
+            zeros,
+            _stacked([one[..., None] for one in factors], rows)[..., 0] if factors else None,
+            bits=self.kept_bits,
+            values=self.spelling.values,
+            group_size=self._size(scales, codes),
+            order=ordered,
+        )
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
@@ -149,6 +162,10 @@ class IntegerLayout:
         yield words.scales, self._plane(part, "groups")
         if self.zeros != "none":
             yield words.zeros, replace(self._plane(part, "groups", "out"), optional=self.zeros == "perhaps")
+        if words.factor:
+            dummy = DUMMY_FACTOR ** (-1 if words.divides else 1)
+            one, shapes = (slice(0, 1),), ((), (1, 1))
+            yield words.factor, Slot((1,), one, None, dtype=torch.float32, shapes=shapes, dummy=dummy, is_scale=True)
         if words.groups and self.group_size:
             types = ("I32", "I64")
             yield words.groups, Slot(part.shape[1:], (part.columns,), None, True, dtype=torch.int32, stored=types)
@@ -166,15 +183,27 @@ class IntegerLayout:
         shape, source = zip(*(reversed(sides) if self.spelling.transposed else sides), strict=True)
         if packed is None and self.spelling.flat_scales:
             shape, source = shape[:1], source[:1]
+        if packed is None and (narrow := self.spelling.narrow_scales):
+            e8m0 = narrow == torch.uint8
+            return Slot(
+                shape, source, None, dtype=narrow, stored=E8M0 if e8m0 else ("F8_E4M3",), e8m0=e8m0,
+                dummy=None if e8m0 else 1.0, is_scale=True,
+            )  # fmt: skip
         if packed is None:
             dummy = DUMMY_REACH / (1 << self.bits)
             return Slot(shape, source, None, dtype=torch.float32, dummy=dummy, is_scale=True, as_stored=True)
+        if self.spelling.by_group:
+            (count, groups), words = self._groups(part), shape[1] // self._groups(part)[0]
+            shape, source = (shape[0], count, words), (source[0], groups, slice(0, words))
         return Slot(shape, source, None, dtype=self.spelling.word, stored=self.spelling.types)
 
     def _groups(self, part: Part) -> tuple[int, slice]:
         """Return the number of groups of an output, and which of them this rank's columns are in. With act-order, they
         may be in any."""
         size, (start, stop) = self.group_size or part.shape[1], (part.columns.start, part.columns.stop)
+        if self.spelling.values != "integer" and part.shape[1] % size:
+            name = "the linear" if part.name is None else part.name
+            raise ConfigError(f"{name} has {part.shape[1]} inputs in groups of {size}; accepted: a multiple of {size}")
         whole = -(-part.shape[1] // size)
         if whole == 1 or self.act_order:
             return whole, slice(0, whole)
@@ -206,14 +235,17 @@ class IntegerLayout:
 
     def _unpack(self, index: int, part: Part, weights: Weights) -> Loaded:
         """Return what `weights` hold of a part."""
-        spelling, start = self.spelling, self._groups(part)[1].start
-        dtype = noted_type(weights["scale_types"][..., index])
+        spelling = self.spelling
+        dtype = torch.bfloat16 if spelling.rounds else torch.float32
+        if spelling.narrow_scales is None:
+            dtype = noted_type(weights["scale_types"][..., index])
 
         def plane(name: str) -> Tensor:
             held = weights[f"{index}.{name}"]
             return held.transpose(-1, -2) if spelling.transposed else held
 
         codes, scales, zeros = plane(spelling.codes), plane(spelling.scales), None
+        codes = codes.flatten(-2) if spelling.by_group else codes
         scales = scales[..., None] if spelling.flat_scales else scales
         if spelling.packed == "in":
             codes = self._codes(spelling.codes, codes, part.columns)
@@ -223,21 +255,33 @@ class IntegerLayout:
             words = plane(spelling.zeros).transpose(-1, -2)
             minus_one = self.zeros == "stored minus one"
             zeros = self._codes(spelling.zeros, words, part.rows, minus_one).transpose(-1, -2)
-        if f"{index}.{spelling.groups}" not in weights:
-            return Loaded(codes, scales, zeros, None, dtype)
-        groups = weights[f"{index}.{spelling.groups}"].long()
+        groups = self._columns(index, part, weights)
+        if groups is None and scales.shape[-1] > 1:
+            mine = self._neighbours(part)
+            scales, zeros = scales[..., mine], None if zeros is None else zeros[..., mine]
+        factor = weights[f"{index}.{spelling.factor}"] if spelling.factor else None
+        return Loaded(codes, scales, zeros, groups, dtype, factor)
+
+    def _neighbours(self, part: Part) -> slice:
+        """Return which of the groups that are held are those of this rank's columns, where groups are neighbours."""
+        size, start = self.group_size or part.shape[1], self._groups(part)[1].start
+        return slice(part.columns.start // size - start, -(-part.columns.stop // size) - start)
+
+    def _columns(self, index: int, part: Part, weights: Weights) -> Tensor | None:
+        """Return the group of each column among those that are held # [..., in]; None: groups are neighbours."""
+        name = self.spelling.groups
+        if f"{index}.{name}" not in weights:
+            return None
+        held, groups = self._groups(part)[1], weights[f"{index}.{name}"].long()
         neighbours = torch.arange(part.columns.start, part.columns.stop, device=groups.device) // self.group_size
         groups = torch.where((groups == UNKNOWN).any(-1, keepdim=True), neighbours, groups)
-        if bool((groups < start).any() | (groups >= start + scales.shape[-1]).any()):
+        if bool((groups < held.start).any() | (groups >= held.stop).any()):
             raise CheckpointError(
-                f"{spelling.groups} names groups {int(groups.min())} to {int(groups.max())}; accepted here: {start} to "
-                f"{start + scales.shape[-1] - 1}, more only where config.json says act-order (desc_act)"
+                f"{name} names groups {int(groups.min())} to {int(groups.max())}; accepted here: {held.start} to "
+                f"{held.stop - 1}, more only where config.json says act-order (desc_act)"
             )
-        begins_with_group = part.columns.start % self.group_size == 0 or scales.shape[-1] == 1
-        if begins_with_group and bool((groups == neighbours).all()):
-            mine = slice(int(neighbours[0]) - start, int(neighbours[-1]) - start + 1)
-            return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None, dtype)
-        return Loaded(codes, scales, zeros, groups - start, dtype)
+        begins_with_group = part.columns.start % self.group_size == 0 or held.stop - held.start == 1
+        return None if begins_with_group and bool((groups == neighbours).all()) else groups - held.start
 
     def _codes(self, name: str, words: Tensor, held: slice, plus_one: bool = False) -> Tensor:
         """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them in the tensor
@@ -261,34 +305,47 @@ class IntegerLayout:
         return codes + self.shift if self.shift else codes
 
     def _size(self, scales: Tensor, codes: Tensor) -> int:
-        return self.group_size if scales.shape[-1] > 1 else codes.shape[-1]
+        alone = scales.shape[-1] == 1 and self.spelling.values == "integer"
+        return codes.shape[-1] if alone else self.group_size
 
-    def _common_order(self, parts: list[Loaded]) -> Tensor | str | None:
+    def _common_order(self, groups: list[Tensor | None]) -> Tensor | str | None:
         """Return the order of inputs in which groups are neighbours, in all parts; None: that of the checkpoint; or say
         why there is none. Parts with orders of their own would each need their own copy of the activations. Tools make
         one for all, since it follows from the activations."""
-        if all(part.groups is None for part in parts):
+        some = next((one for one in groups if one is not None), None)
+        if some is None:
             return None
-        if parts[0].codes.dim() > 2:
+        if some.dim() > 1:
             return "each expert has its inputs in an order of its own"
-        columns = torch.arange(parts[0].codes.shape[-1], device=parts[0].codes.device)
-        groups = [columns // self.group_size if part.groups is None else part.groups for part in parts]
-        order = groups[0].argsort(stable=True)
-        if any(not torch.equal(one.argsort(stable=True), order) for one in groups[1:]):
+        columns = torch.arange(len(some), device=some.device) // self.group_size
+        given = [columns if one is None else one for one in groups]
+        order = given[0].argsort(stable=True)
+        if any(not torch.equal(one.argsort(stable=True), order) for one in given[1:]):
             return "its parts have their inputs in different orders"
-        if any(not torch.equal(one[order], columns // self.group_size) for one in groups):
+        if any(not torch.equal(one[order], columns) for one in given):
             return "its act-order leaves groups in pieces here"
         return order
 
+    def _factors(self, part: Loaded) -> Tensor | None:
+        """Return what each output is multiplied by besides # [..., out]."""
+        if part.factor is None:
+            return None
+        factor = part.factor.reciprocal() if self.spelling.divides else part.factor
+        return factor.expand(part.codes.shape[:-1])
+
     def _widened(self, part: Loaded) -> Tensor:
-        """Return the weight in the type of its scales, to which the formats' tools round it too."""
+        """Return the weight in the type to which the formats' tools round it too."""
         scales, zeros, size = part.scales, part.zeros, self._size(part.scales, part.codes)
         if part.groups is not None:
             columns, size = part.groups[..., None, :], 1
             scales = scales.take_along_dim(columns, -1)
             zeros = None if zeros is None else zeros.take_along_dim(columns, -1)
-        packed = pack(part.codes, scales, zeros, bits=self.kept_bits, group_size=size)
-        return packed.dequantize(part.dtype)
+        factors = self._factors(part)
+        if part.factor is not None and self.spelling.rounds:  # a product with a reciprocal would be rounded twice
+            scales, factors = scales.float() / part.factor[..., None], None
+        bits, values = self.kept_bits, self.spelling.values
+        held = CodedWeight(part.codes, scales, zeros, factors, bits=bits, values=values, group_size=size)
+        return held.dequantize(part.dtype)
 
 
 def _store_scales(place: Tensor, kind: Tensor, scales: Tensor) -> None:
@@ -335,5 +392,11 @@ def integers(
         zeros = "stored" if zero_point else "perhaps"
     elif zeros_plus_one is not None:
         zeros = "stored minus one" if zeros_plus_one else "stored"
-    made = IntegerLayout(SPELLINGS[tool], bits, group_size, zeros, act_order)
+    made = CodedLayout(SPELLINGS[tool], bits, group_size, zeros, act_order)
+    return Scheme(format, made, PackedProduct(made))
+
+
+def floats(format: WeightFormat, kind: str, names: str, group_size: int | None = None) -> Scheme:
+    """Return a new scheme for floats of 4 bits under the names of FLOATS_4, which meet activations of 16 bits."""
+    made = CodedLayout(FLOATS_4[kind, names], 4, group_size or GROUPS_4[kind])
     return Scheme(format, made, PackedProduct(made))

@@ -1,4 +1,5 @@
-"""Lists how tools that quantize to integers name their tensors, and how their codes lie."""
+"""Lists how tools that quantize weights alone, to integers or to floats of 4 bits, name their tensors, and how their
+codes lie."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from headrace.kernels.coded import Values
 
 Axis = Literal["out", "in", "groups"]
 INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -48,6 +51,17 @@ class Spelling:
     """Scales of one group are [out]."""
     smoothed: bool = False
     """Inputs may be multiplied by AWQ's numbers (smoothing.py)."""
+    values: Values = "integer"
+    narrow_scales: torch.dtype | None = None
+    """of scales that are kept as they are: uint8, which is e8m0, or float8_e4m3fn; None: they are floats of any type"""
+    factor: str = ""
+    """the scale of all weights; empty: there is none"""
+    divides: bool = False
+    """Scales are divided by the factor."""
+    rounds: bool = False
+    """The weight is rounded to bfloat16."""
+    by_group: bool = False
+    """Codes are [out, groups, words], not [out, words]."""
 
 
 _BYTES: Any = {"word": torch.int8, "types": ("I8",), "stored_bits": 8, "signed": True}
@@ -72,10 +86,34 @@ SPELLINGS = {
     ),
 }  # fmt: skip
 """layout of a LinearFormat -> how its tensors are named, and lie"""
+_PAIRS: Any = {"values": "e2m1", "word": torch.uint8, "types": ("U8",)}
+_MX: Any = {**_PAIRS, "narrow_scales": torch.uint8}
+_NV: Any = {**_PAIRS, "narrow_scales": torch.float8_e4m3fn}
+_BESIDE_FACTOR: Any = {"scales": "weight_scale", "factor": "weight_scale_2", "unused": ("input_scale",)}
+FLOATS_4 = {
+    ("mxfp4", "quark"): Spelling("weight", "weight_scale", unused=("input_scale",), **_MX),
+    ("mxfp4", "compressed-tensors"): Spelling("weight_packed", "weight_scale", **_MX),
+    ("mxfp4", "blocks"): Spelling("blocks", "scales", by_group=True, **_MX),
+    ("nvfp4", "compressed-tensors"): Spelling(
+        "weight_packed", "weight_scale", factor="weight_global_scale", divides=True, rounds=True,
+        unused=("input_global_scale",), **_NV,
+    ),
+    ("nvfp4", "auto-round"): Spelling(
+        "weight_packed", "weight_scale", factor="weight_global_scale", divides=True, unused=("input_global_scale",),
+        **_NV,
+    ),
+    ("nvfp4", "modelopt"): Spelling("weight", **_BESIDE_FACTOR, **_NV),
+    ("nvfp4", "modelopt-awq"): Spelling("weight", smoothed=True, **_BESIDE_FACTOR, **_NV),
+}  # fmt: skip
+"""(format, who wrote the checkpoint; blocks: gpt-oss) -> the same of floats e2m1, two neighbouring inputs a byte, the
+first in its lower half. Of mxfp4 (OCP Microscaling Formats 1.0) 32 inputs share a power of two, a byte e8m0; of nvfp4
+16 (32, where ModelOpt has activations of 8 bits in mind) a float e4m3, and all weights a factor in fp32."""
+GROUPS_4 = {"mxfp4": 32, "nvfp4": 16}
+"""inputs that share a scale, unless config.json says otherwise"""
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the codes [..., n * 32 / bits] uint8 that are dense in words [..., n] int32."""
+    """Return the codes [..., n] uint8 that are dense in words [..., m] of any integers."""
     run = math.lcm(bits, 8)  # bits of the fewest codes that fill whole bytes
     units = words.view(torch.uint8).unflatten(-1, (-1, run // 8))
     codes = torch.empty(*units.shape[:-1], run // bits, dtype=torch.uint8, device=words.device)

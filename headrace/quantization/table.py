@@ -20,8 +20,8 @@ from headrace.quantization.linear_rules import CheckpointFormat, left_alone
 _INTEGERS = ("awq", "gptq", "pack_quantized", "int_quantized", "modelopt_awq", "modelopt_int8")
 SCHEMES = {
     "plain": ("unquantized", "unquantized"),
-    "mxfp4": ("fp4", "mxfp4"),
-    "nvfp4": ("fp4", "nvfp4"),
+    "mxfp4": ("packed_layouts", "floats:mxfp4"),
+    "nvfp4": ("packed_layouts", "floats:nvfp4"),
     "rounded": ("fp8", "fp8"),
     "fp8_stored": ("fp8", "stored:fp8"),
     "int8": ("fp8", "stored:int8"),

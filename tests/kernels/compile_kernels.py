@@ -49,8 +49,8 @@ from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
 from headrace.kernels.latent_config import plan_latent
 from headrace.kernels.paged import Sequences
+from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
 from tests.kernels.offline_target import TARGETS, compiled, loads_before_it_waits, spills, use_target
-from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
 
 DTYPES = (torch.bfloat16, torch.float16)
 SWEEP = sys.argv[2:] == ["sweep"]
@@ -254,7 +254,7 @@ def compile_tiled(family):
         ("int8 groups", 32, torch.bfloat16), ("int8 per output", 64, torch.float16),
         ("int4 zeros", 128, torch.bfloat16),
     ):  # fmt: skip
-        weight = tiled.tile(random_packed(64, 4096, **KINDS[kind]), dtype)
+        weight = tiled.tile(random_coded(64, 4096, **KINDS[kind]), dtype)
         configs = TILED[family, bucket]
         for config in configs if SWEEP else configs[:1]:
             gemm.skinny_linear(torch.zeros(bucket, 4096, dtype=dtype), weight, None, config)
@@ -312,7 +312,7 @@ def compile_experts(target):
 def tiled_experts(kind, dtype):
     """Experts like gpt-oss's, with biases, in any tiled form."""
     num_experts, size, one = 32, 2880, torch.zeros(1, dtype=dtype)
-    rows, weights = random_packed(1, 64, size, **OF_EXPERTS[kind]), []
+    rows, weights = random_coded(1, 64, size, **OF_EXPERTS[kind]), []
     for outputs in (2 * size, size):
         row = tiled.tile(rows, dtype, gated=outputs > size)
         tensors = {"codes": row.codes.expand(num_experts, outputs // 64, *row.codes.shape[2:])}

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from headrace.kernels.tiled import BLOCK, MOST_BLOCKS, ROWS, tile, why_not_tiled
-from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
+from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost(kind, dtype):
     for n, k, gated in ((96, 288, True), (70, 160, False), (64, 128, False), (130, 416, True)):
-        weight = random_packed(n, k, **KINDS[kind])
+        weight = random_coded(n, k, **KINDS[kind])
         tiled = tile(weight, dtype, gated)
         torch.testing.assert_close(
             tiled.dequantize(torch.float32), weight.dequantize(torch.float32), rtol=1e-6, atol=0.0
@@ -23,7 +23,7 @@ def test_nothing_is_lost(kind, dtype):
 
 @pytest.mark.parametrize("kind", OF_EXPERTS)
 def test_experts_are_tiled_one_by_one(kind):
-    weight = random_packed(3, 70, 160, **OF_EXPERTS[kind])
+    weight = random_coded(3, 70, 160, **OF_EXPERTS[kind])
     held = tile(weight, torch.bfloat16, gated=True)
     wide = held.dequantize(torch.float32)
     for index in range(3):
@@ -43,13 +43,13 @@ def test_codes_take_the_bytes_of_their_format():
         ("nvfp4", 4 + 8 / 16),
         ("int8 groups", 8 + 24 / 64),
     ):
-        weight = tile(random_packed(128, 512, **KINDS[kind]), torch.bfloat16)
+        weight = tile(random_coded(128, 512, **KINDS[kind]), torch.bfloat16)
         held = weight.codes.nbytes + weight.words.nbytes
         assert held <= 1.05 * bits / 8 * 128 * 512
 
 
 def test_a_kernel_may_read_blocks_beyond_the_last():
-    weight = tile(random_packed(64, 128, **KINDS["int4 wide groups"]), torch.bfloat16)
+    weight = tile(random_coded(64, 128, **KINDS["int4 wide groups"]), torch.bfloat16)
     for tensor in (weight.codes, weight.words):
         room = tensor.untyped_storage().nbytes() // tensor.element_size()
         beyond = tensor.as_strided((room,), (1,))[tensor.numel() :]
@@ -59,18 +59,18 @@ def test_a_kernel_may_read_blocks_beyond_the_last():
 
 def test_scales_of_32_bits_keep_float16s_precision():
     """Whatever their size is: a row's power of two goes to its factor."""
-    weight = random_packed(64, 256, bits=4, group_size=128, scales=torch.float32)
+    weight = random_coded(64, 256, bits=4, group_size=128, scales=torch.float32)
     large = replace(weight, scales=weight.scales * torch.logspace(-20, 20, 64)[:, None])
     found, expected = tile(large, torch.bfloat16).dequantize(torch.float32), large.dequantize(torch.float32)
     torch.testing.assert_close(found, expected, rtol=2**-11, atol=0.0)
 
 
 def test_a_group_whose_scale_is_0_is_0():
-    weight = random_packed(64, 128, **KINDS["nvfp4"])
+    weight = random_coded(64, 128, **KINDS["nvfp4"])
     weight.scales.view(torch.uint8)[:, 3] = 0
     assert not tile(weight, torch.bfloat16).dequantize(torch.float32)[:, 48:64].any()
 
 
 def test_what_has_no_tiles():
-    assert "48" in why_not_tiled(random_packed(64, 144, bits=4, group_size=48))
-    assert not why_not_tiled(random_packed(64, 48, bits=4, group_size=48))
+    assert "48" in why_not_tiled(random_coded(64, 144, bits=4, group_size=48))
+    assert not why_not_tiled(random_coded(64, 48, bits=4, group_size=48))

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from headrace.kernels.packed import E2M1
+from headrace.kernels.coded import E2M1
 from headrace.kernels.tiled import _ready
 
 tiled_codes = pytest.importorskip("headrace.kernels.tiled_codes", reason="the kernels need Triton")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import CheckpointError
-from headrace.kernels.packed import E2M1
+from headrace.kernels.coded import E2M1
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models import loader

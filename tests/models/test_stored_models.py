@@ -87,15 +87,18 @@ def test_what_a_gpu_holds_computes_the_same(
     expected = run(Driver(tmp_path / "model"))
     held: list[bool] = []
 
-    def plain(self: PackedProduct, spec: LinearSpec, weights: Weights) -> Weights:
-        held.append(self._tile(spec, weights, gated=False) is not None)
+    def plain(self: PackedProduct, spec: LinearSpec, weights: Weights, experts: int = 0) -> Weights:
+        held.append(self._tile(spec, weights, False, experts) is not None)
         return self.widened(spec, weights)
+
+    def of_experts(self: PackedProduct, spec: LinearSpec, weights: Weights) -> HeldExperts:
+        return HeldExperts(plain(self, spec, weights, len(next(iter(weights.values()))))["weight"])
 
     def finalize(self: PackedProduct, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         return self.plain.finalize(spec, plain(self, spec, weights), fused)
 
     monkeypatch.setattr(PackedProduct, "finalize", finalize)
-    monkeypatch.setattr(PackedProduct, "experts", lambda *given: HeldExperts(plain(*given)["weight"]))
+    monkeypatch.setattr(PackedProduct, "experts", of_experts)
     driver = Driver(tmp_path / "model")
     for step, logits in run(driver).items():
         assert (logits - expected[step]).norm() < 0.01 * logits.norm()

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.kernels.packed import E2M1
+from headrace.kernels.coded import E2M1
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp4 import AT_ONCE, MX_SPELLINGS, mxfp4, nvfp4, repack_pairs
+from headrace.quantization.packed_layouts import floats
 from headrace.quantization.scheme import LinearSpec, Part, Weights
+from headrace.quantization.spellings import FLOATS_4
 
 CPU = torch.device("cpu")
 EVERY = slice(0, 37), slice(0, 160)
@@ -25,20 +26,20 @@ def spec_of(rows: slice, columns: slice, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("names", MX_SPELLINGS)
+@pytest.mark.parametrize("names", [names for kind, names in FLOATS_4 if kind == "mxfp4"])
 def test_random_bytes_are_widened_as_transformers_does(names: str, dtype: torch.dtype) -> None:
     """Every scale but 255, which is NaN and refused as it is loaded; and a rank's slice of both dimensions."""
     blocks = torch.randint(0, 256, (37, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 255, (37, 5), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
-    layout = mxfp4(FORMATS["mxfp4"], names).layout
+    layout = floats(FORMATS["mxfp4"], "mxfp4", names).layout
     for rows, columns in (EVERY, (slice(8, 30), slice(32, 128))):
         spec = spec_of(rows, columns, dtype)
         weights = layout.create_weights(spec, CPU)
-        spelling = MX_SPELLINGS[names]
-        given = {spelling.codes: blocks if spelling.in_groups else blocks.flatten(1), spelling.scales: scales}
+        spelling = FLOATS_4["mxfp4", names]
+        given = {spelling.codes: blocks if spelling.by_group else blocks.flatten(1), spelling.scales: scales}
         for _, name, slot in layout.slots(spec, weights):
-            if name == spelling.unused:
+            if name in spelling.unused:
                 assert slot.optional
                 continue
             assert slot.shape == given[name].shape
@@ -48,18 +49,10 @@ def test_random_bytes_are_widened_as_transformers_does(names: str, dtype: torch.
         assert torch.equal(found.view(torch.uint8), expected[rows, columns].contiguous().view(torch.uint8))
 
 
-def test_codes_are_repacked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = torch.randint(0, 256, (3, 7, 32), dtype=torch.uint8)
-    whole = repack_pairs(pairs)
-    monkeypatch.setattr("headrace.quantization.fp4.AT_ONCE", 100)
-    assert torch.equal(repack_pairs(pairs), whole)
-    assert AT_ONCE > 100
-
-
 @pytest.mark.parametrize("columns", [slice(0, 80), slice(16, 48)])
 def test_a_rank_holds_whole_groups(columns: slice) -> None:
-    with pytest.raises(ConfigError, match=r"one has .* in groups of 32; accepted: a multiple of 32"):
-        mxfp4(FORMATS["mxfp4"], "quark").layout.create_weights(spec_of(EVERY[0], columns), CPU)
+    with pytest.raises(ConfigError, match=r"groups of 32 inputs do not divide .* accepted: a tensor_parallel_size"):
+        floats(FORMATS["mxfp4"], "mxfp4", "quark").layout.create_weights(spec_of(EVERY[0], columns), CPU)
 
 
 def smoothed_parts(smoothing: list[Tensor], experts: tuple[int, ...] = ()) -> tuple[Any, LinearSpec, Weights, Weights]:
@@ -67,7 +60,7 @@ def smoothed_parts(smoothing: list[Tensor], experts: tuple[int, ...] = ()) -> tu
     and the tensors of the first part, by their names in the checkpoint."""
     every = slice(0, 64)
     parts = tuple(Part(name, (24, 64), slice(0, 24), every, 24 * i) for i, name in enumerate(("gate", "up")))
-    spec, layout = LinearSpec(64, 48, parts, torch.float32), nvfp4(FORMATS["nvfp4"], "modelopt-awq").layout
+    spec, layout = LinearSpec(64, 48, parts, torch.float32), floats(FORMATS["nvfp4"], "nvfp4", "modelopt-awq").layout
     weights, given = layout.create_weights(spec, CPU, experts), {}
     for expert in range(experts[0] if experts else 1):
         own = {name: tensor[expert] if experts else tensor for name, tensor in weights.items()}
@@ -94,17 +87,17 @@ def test_awqs_numbers_multiply_the_inputs() -> None:
     plain = torch.tensor(E2M1)[codes] * given["weight_scale"].float().repeat_interleave(16, 1) * given["weight_scale_2"]
     wide = layout.dequantize(spec, weights)["weight"]
     torch.testing.assert_close(wide[:24], plain * one)
-    packed = layout.packed(spec, weights)
-    torch.testing.assert_close(packed.dequantize(torch.float32) * one, wide)
+    assert not layout.why_widened(spec, weights)
+    torch.testing.assert_close(layout.coded(spec, weights).dequantize(torch.float32) * one, wide)
 
 
 @pytest.mark.parametrize("experts", [(), (3,)])
 def test_parts_and_experts_with_numbers_of_their_own_are_widened(experts: tuple[int, ...]) -> None:
     layout, spec, weights, _ = smoothed_parts([torch.rand(64) + 0.5, torch.rand(64) + 0.5], experts)
-    assert "in each part, or in each expert" in layout.packed(spec, weights)
+    assert "in each part, or in each expert" in layout.why_widened(spec, weights)
     assert layout.dequantize(spec, weights)["weight"].shape == (*experts, 48, 64)
     layout, spec, weights, _ = smoothed_parts([torch.ones(64)] * 2, experts)
-    assert not isinstance(layout.packed(spec, weights), str)
+    assert not layout.why_widened(spec, weights)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])

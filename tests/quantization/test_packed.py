@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.coded import CodedWeight
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import half_norm_reference, rms_norm_reference
-from headrace.kernels.packed import PackedWeight
 from headrace.kernels.tiled import TiledWeight, tile
 from headrace.quantization import gpu_linear
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import FusedOps, GemmTable, LinearSpec, Part, Slot, Weights
-from tests.kernels.packed_weights import KINDS, random_packed
+from tests.kernels.coded_weights import KINDS, random_coded
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 class Given:
     """Stands for a layout that has loaded `weight`."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: CodedWeight) -> None:
         self.weight = weight
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
@@ -36,26 +36,29 @@ class Given:
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         raise NotImplementedError
 
-    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
+    def why_widened(self, spec: LinearSpec, weights: Weights) -> str:
+        return ""
+
+    def coded(self, spec: LinearSpec, weights: Weights) -> CodedWeight:
         assert "raw" in weights, "a layout packs what was loaded, not what it packed before"
         return self.weight
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        plain = {"weight": self.packed(spec, weights).dequantize(spec.dtype)}
+        plain = {"weight": self.coded(spec, weights).dequantize(spec.dtype)}
         return {**plain, "bias": weights["bias"]} if "bias" in weights else plain
 
 
-def spec_of(weight: PackedWeight, **changes: Any) -> LinearSpec:
-    return LinearSpec(weight.in_features, weight.out_features, (), torch.float32, **changes)
+def spec_of(weight: CodedWeight, **changes: Any) -> LinearSpec:
+    return LinearSpec(*weight.codes.shape[::-1], (), torch.float32, **changes)
 
 
-def loaded(weight: PackedWeight) -> dict[str, Tensor]:
-    return {"raw": torch.zeros(1), "bias": torch.randn(weight.out_features)}
+def loaded(weight: CodedWeight) -> dict[str, Tensor]:
+    return {"raw": torch.zeros(1), "bias": torch.randn(len(weight.codes))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_multiplies_what_it_widened(kind: str) -> None:
-    weight = random_packed(24, 128, **KINDS[kind])
+    weight = random_coded(24, 128, **KINDS[kind])
     product, spec, weights = PackedProduct(Given(weight)), spec_of(weight), loaded(weight)
     product.prepare([spec], CPU)
     x = torch.randn(5, 128)
@@ -84,7 +87,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["int4 zeros", "int4 ordered", "nvfp4", "int8 per output"])
 def test_a_gpu_holds_the_tiled_form_alone(kind: str, on_gpu: list[str]) -> None:
-    weight = random_packed(24, 128, **KINDS[kind])
+    weight = random_coded(24, 128, **KINDS[kind])
     product, spec, weights = PackedProduct(Given(weight)), spec_of(weight), loaded(weight)
     bias = weights["bias"]
     product.prepare([spec], CPU)
@@ -104,7 +107,7 @@ def test_a_gpu_holds_the_tiled_form_alone(kind: str, on_gpu: list[str]) -> None:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_a_half_norm_is_finished_in_the_weights_order() -> None:
-    weight = random_packed(24, 128, **KINDS["int4 ordered"])
+    weight = random_coded(24, 128, **KINDS["int4 ordered"])
     product, spec = PackedProduct(Given(weight)), spec_of(weight)
     product.prepare([spec], CPU)
     product.widens = False
@@ -120,7 +123,7 @@ def test_a_half_norm_is_finished_in_the_weights_order() -> None:
 @pytest.mark.parametrize("parts", [1, 3])
 def test_inputs_that_are_smoothed_first(parts: int) -> None:
     """By AWQ's numbers, the same for all parts of a fused linear; behind a norm, also one that is half done."""
-    weight, smoothing = random_packed(24, 128, **KINDS["nvfp4"]), torch.rand(1, 128) + 0.5
+    weight, smoothing = random_coded(24, 128, **KINDS["nvfp4"]), torch.rand(1, 128) + 0.5
     product, spec = PackedProduct(Given(weight)), spec_of(weight)
     product.prepare([spec], CPU)
     product.widens = False
@@ -137,7 +140,7 @@ def test_inputs_that_are_smoothed_first(parts: int) -> None:
 
 
 def test_numbers_of_one_keep_no_memory() -> None:
-    weight = random_packed(24, 128, **KINDS["nvfp4"])
+    weight = random_coded(24, 128, **KINDS["nvfp4"])
     product, spec = PackedProduct(Given(weight)), spec_of(weight)
     product.prepare([spec], CPU)
     product.widens = False

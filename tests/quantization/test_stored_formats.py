@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
-from headrace.kernels.packed import PackedWeight
+from headrace.kernels.coded import CodedWeight
 from headrace.layers.linear import column_spec, row_spec
 from headrace.quantization.formats import FORMATS, linear_format
 from headrace.quantization.scheme import LinearSpec, Scheme, Weights
@@ -98,17 +98,22 @@ def test_weights_are_the_tools_own_to_the_bit(fixture: Fixture) -> None:
         assert torch.equal(plain["weight"], expected.to(dtype))
 
 
+def coded(layout: Any, spec: LinearSpec, weights: Weights) -> Any:
+    """What kernels read, or why they cannot."""
+    return layout.why_widened(spec, weights) or layout.coded(spec, weights)
+
+
 @each_linear
 def test_kernels_read_the_same_weights(fixture: Fixture) -> None:
     """The packed form, widened without rounding to the type of its scales."""
     spec = alone(fixture, torch.float32)
-    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
-    assert isinstance(packed, PackedWeight)
+    packed = coded(fixture.scheme.layout, spec, load(fixture, spec))
+    assert isinstance(packed, CodedWeight)
     expected = fixture.tensors["expected"]
     close = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[expected.dtype]
     torch.testing.assert_close(packed.dequantize(torch.float32), expected.float(), rtol=close, atol=0)
     settings, inputs = fixture.settings, fixture.shape[1]
-    assert packed.in_features == inputs
+    assert packed.codes.shape[-1] == inputs
     symmetric = packed.values == "e2m1" or settings.get("symmetric", fixture.layout == "modelopt_awq")
     assert (packed.zeros is None) == symmetric
     assert (packed.order is not None) == settings.get("act_order", False)
@@ -125,7 +130,7 @@ def test_the_type_of_scales_is_the_files(fixture: Fixture, dtype: torch.dtype) -
     if given.itemsize == 1:  # of MXFP4 and NVFP4
         return
     weights = load(fixture, spec, **{name: given.bfloat16().to(dtype)})
-    packed = layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(layout, spec, weights)
     assert packed.scales.dtype == dtype
     exact = packed.dequantize(torch.float32).to(dtype).float()
     factors = weights["smoothing"][0] if "smoothing" in weights else 1
@@ -165,7 +170,7 @@ def test_experts_are_packed_together(fixture: Fixture) -> None:
         tensor.copy_(one[name])
     expected = fixture.tensors["expected"].float()
     assert torch.equal(layout.dequantize(spec, weights)["weight"], expected.expand(3, -1, -1))
-    packed = layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(layout, spec, weights)
     if fixture.settings.get("act_order"):
         assert packed == "each expert has its inputs in an order of its own"
     else:
@@ -180,7 +185,7 @@ def test_a_rank_may_hold_no_rows(fixture: Fixture) -> None:
     spec = LinearSpec(inputs, 8, (part,), torch.float32)
     weights = load(fixture, spec)
     assert torch.equal(fixture.scheme.layout.dequantize(spec, weights)["weight"], torch.zeros(8, inputs))
-    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(fixture.scheme.layout, spec, weights)
     assert torch.equal(packed.dequantize(torch.float32), torch.zeros(8, inputs))
 
 
@@ -190,7 +195,7 @@ def test_rows_beyond_the_vocabulary_are_zero(fixture: Fixture) -> None:
     weights = load(fixture, spec)
     for wide in (
         fixture.scheme.layout.dequantize(spec, weights)["weight"],
-        fixture.scheme.layout.packed(spec, weights).dequantize(torch.float32),  # type: ignore[attr-defined]
+        coded(fixture.scheme.layout, spec, weights).dequantize(torch.float32),
     ):
         assert wide.shape == (fixture.shape[0] + 3, fixture.shape[1])
         assert not wide[-3:].any()
@@ -209,7 +214,7 @@ def test_parts_with_inputs_in_different_orders_are_widened(layout: str) -> None:
     weights = load(fixture, spec)
     groups = next(name for name in weights if name.startswith("1.") and "g_idx" in name)
     weights[groups] = weights[groups].roll(1)
-    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(fixture.scheme.layout, spec, weights)
     assert packed == "its parts have their inputs in different orders"
     plain = fixture.scheme.layout.dequantize(spec, weights)["weight"]
     assert torch.equal(plain[:outputs], fixture.tensors["expected"].float())
@@ -220,7 +225,7 @@ def test_an_order_on_several_ranks_leaves_groups_in_pieces() -> None:
     fixture = one_of("gptq", act_order=True)
     outputs, inputs = fixture.shape
     spec = row_spec("y", inputs, outputs, Group(1, 2), torch.float32)
-    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
+    packed = coded(fixture.scheme.layout, spec, load(fixture, spec))
     assert packed == "its act-order leaves groups in pieces here"
 
 
@@ -234,7 +239,7 @@ def test_groups_of_neighbours_need_no_order(layout: str, given: str) -> None:
     name = "g_idx" if layout == "gptq" else "weight_g_idx"
     for rank, ranks in ((0, 1), (1, 2)):
         spec = row_spec("y", inputs, fixture.shape[0], Group(rank, ranks), torch.float32)
-        packed = fixture.scheme.layout.packed(spec, load(fixture, spec, **{name: groups}))  # type: ignore[attr-defined]
+        packed = coded(fixture.scheme.layout, spec, load(fixture, spec, **{name: groups}))
         if inputs // ranks % size == 0:
             assert packed.order is None
             assert packed.scales.shape[-1] == inputs // ranks // size
@@ -258,9 +263,9 @@ def test_one_group_for_all_inputs_needs_no_order_on_any_rank() -> None:
     fixture = one_of("gptq", group_size=0, symmetric=True)
     fixture = replace(fixture, settings=fixture.settings | {"group_size": 128})
     spec = row_spec("y", fixture.shape[1], fixture.shape[0], Group(1, 2), torch.float32)
-    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
+    packed = coded(fixture.scheme.layout, spec, load(fixture, spec))
     assert packed.order is None
-    assert packed.group_size == packed.in_features == fixture.shape[1] // 2
+    assert packed.group_size == packed.codes.shape[-1] == fixture.shape[1] // 2
 
 
 def test_groups_that_are_none_of_the_linear_are_refused() -> None:
@@ -279,7 +284,7 @@ def test_small_groups_are_widened() -> None:
     spec = alone(fixture, torch.float32)
     weights = load(fixture, spec, weight_scale=scales)
     assert torch.equal(fixture.scheme.layout.dequantize(spec, weights)["weight"], fixture.tensors["expected"].float())
-    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(fixture.scheme.layout, spec, weights)
     assert packed == "kernels read 16 inputs at once, and groups are of 8"
 
 
@@ -300,9 +305,9 @@ def test_numbers_for_inputs_make_integers_of_several_parts_wide() -> None:
     weights, factors, expected = load(fixture, spec), torch.rand(2, inputs) + 0.5, fixture.tensors["expected"]
     layout = fixture.scheme.layout
     weights["smoothing"][:] = factors[0]
-    assert isinstance(layout.packed(spec, weights), PackedWeight)  # type: ignore[attr-defined]
+    assert isinstance(coded(layout, spec, weights), CodedWeight)
     weights["smoothing"][:] = factors
-    assert "in each part" in layout.packed(spec, weights)  # type: ignore[attr-defined]
+    assert "in each part" in coded(layout, spec, weights)
     wide = layout.dequantize(spec, weights)["weight"]
     assert torch.equal(wide, torch.cat([expected * one for one in factors]))
 
@@ -322,7 +327,7 @@ def test_modelopts_bytes_have_a_scale_an_output(rank: int) -> None:
     mine = spec.parts[0].columns
     expected = codes.float() * scale[:, None] * factors
     assert torch.equal(scheme.layout.dequantize(spec, weights)["weight"], expected[:, mine])
-    packed = scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    packed = coded(scheme.layout, spec, weights)
     torch.testing.assert_close(packed.dequantize(torch.float32) * factors[mine], expected[:, mine])
 
 

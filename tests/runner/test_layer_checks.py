@@ -35,7 +35,7 @@ from headrace.runner.kv_cache import cache_shape
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.self_check import SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
-from tests.kernels import packed_weights
+from tests.kernels import coded_weights
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordedGraph, RecordingDevice
 from tests.runner.harness import LLAMA
 
@@ -257,7 +257,7 @@ def test_experts(factor: float) -> None:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "int4 zeros"])
 @pytest.mark.parametrize("fault", [None, "scale", "bias"])
-def test_experts_with_packed_weights_biases_and_a_clamp(kind: str, fault: str | None) -> None:
+def test_experts_with_coded_weights_biases_and_a_clamp(kind: str, fault: str | None) -> None:
     """A kernel that takes one group's scale, or one bias, for another is found."""
 
     def fused(x: Tensor, experts: Experts, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ def test_experts_with_packed_weights_biases_and_a_clamp(kind: str, fault: str | 
     for layer in found.layers(SparseMoE):
         weights = {}
         for name, inputs in (("w13", 32), ("w2", 16)):
-            held = packed_weights.random_packed(6, 32, inputs, **packed_weights.KINDS[kind])
+            held = coded_weights.random_coded(6, 32, inputs, **coded_weights.KINDS[kind])
             if kind == "mxfp4":  # scales that differ, as they hardly do among random ones
                 held = replace(held, scales=torch.randint_like(held.scales, 120, 126))
             weights[name] = tile(held, torch.bfloat16, gated=name == "w13")

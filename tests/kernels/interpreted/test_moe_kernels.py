@@ -13,7 +13,7 @@ from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 from headrace.kernels.tiled import tile
-from tests.kernels.packed_weights import OF_EXPERTS, random_packed
+from tests.kernels.coded_weights import OF_EXPERTS, random_coded
 from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -235,7 +235,7 @@ def with_biases(experts, dtype=torch.float32):
 
 def tiled(experts, kind):
     """The same with other weights, tiled, and what they are widened to."""
-    held = {name: random_packed(*getattr(experts, name).shape, **OF_EXPERTS[kind]) for name in ("w13", "w2")}
+    held = {name: random_coded(*getattr(experts, name).shape, **OF_EXPERTS[kind]) for name in ("w13", "w2")}
     wide = {name: weight.dequantize(torch.float32) for name, weight in held.items()}
     own = {name: tile(weight, experts.router.dtype, gated=name == "w13") for name, weight in held.items()}
     return replace(experts, **own), replace(in_float32(experts), **wide)

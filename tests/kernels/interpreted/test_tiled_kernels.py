@@ -9,7 +9,7 @@ from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.tiled import tile
 from headrace.kernels.tiled_widen import widen_tiled, widen_tiled_reference
-from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
+from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
 
 WHOLE = GemmConfig(16, 64, 256, 4, 2, True)
 SHARED = GemmConfig(16, 128, 128, 4, 2, True, split=3)
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 def made(kind, dtype, *shape, gated=False):
     """A random weight without an order, in which activations come already."""
-    return tile(random_packed(*shape, **{**KINDS[kind], "order": False}), dtype, gated)
+    return tile(random_coded(*shape, **{**KINDS[kind], "order": False}), dtype, gated)
 
 
 def error(out, expected):
@@ -47,7 +47,7 @@ def test_linear(kind):
 def test_linear_over_one_token(kind, case):
     """Numbers of inputs and outputs that blocks, warps and programs do not divide."""
     dtype, config, (n, k) = case
-    weight = tile(random_packed(n, k, **OF_EXPERTS[kind]), dtype)
+    weight = tile(random_coded(n, k, **OF_EXPERTS[kind]), dtype)
     bias, x = torch.randn(n).to(dtype), torch.randn(1, k).to(dtype)
     expected = skinny_linear_reference(x, weight, bias, dtype=torch.float32)
     assert error(skinny_linear(x, weight, bias, config, dtype=torch.float32), expected) <= 1e-4

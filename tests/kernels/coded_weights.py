@@ -1,4 +1,4 @@
-"""Random packed weights of every kind, for tests."""
+"""Random weights in codes of every kind, for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.packed import PackedWeight, pack
+from headrace.kernels.coded import CodedWeight
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4 zeros": {"bits": 4, "zeros": True, "group_size": 32},
@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"bits": 4, "values": "e2m1", "scales": torch.uint8, "group_size": 32},
     "nvfp4": {"bits": 4, "values": "e2m1", "scales": torch.float8_e4m3fn, "factors": True, "group_size": 16},
 }
-"""name -> what `random_packed` takes"""
+"""name -> what `random_coded` takes"""
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     **{name: kind for name, kind in KINDS.items() if "order" not in kind},
     "fp8 blocks": {"bits": 8, "values": "e4m3", "scales": torch.float32, "group_size": 32},
@@ -28,7 +28,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
 """those that experts may have"""
 
 
-def random_packed(
+def random_coded(
     *shape: int,
     bits: int = 4,
     values: Any = "integer",
@@ -38,7 +38,7 @@ def random_packed(
     factors: bool = False,
     order: bool = False,
     device: str | torch.device = "cpu",
-) -> PackedWeight:
+) -> CodedWeight:
     """Return a weight of `shape` [..., out, in] whose elements are of about 0.05; group_size 0: one group."""
     size = shape[-1]
     of_groups = (*shape[:-1], -(-size // (group_size or size)))
@@ -58,6 +58,6 @@ def random_packed(
         held = wide.to(scales)
     lowest = torch.randint(0, 1 << bits, of_groups, dtype=torch.uint8, device=device) if zeros else None
     permuted = torch.randperm(size, device=device) if order else None
-    return pack(
+    return CodedWeight(
         codes, held, lowest, rows, bits=bits, values=values, group_size=group_size or size, order=permuted
     )  # fmt: skip
