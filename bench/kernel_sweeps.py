@@ -21,6 +21,7 @@ from headrace.kernels.coded import CodedWeight
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.moe import Experts, fused_moe_reference
+from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HalfNormed, Unsummed, half_norm_reference
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.kernels.tiled import tile
@@ -183,7 +184,7 @@ def _layers_of_experts(
     experts = Experts(
         make.random(hidden), EPS, make.random(count + shared, hidden) * hidden**-0.5,
         make.random(count, 2 * width, hidden) * hidden**-0.5, make.random(count, hidden, width) * width**-0.5,
-        top_k, not shared,
+        top_k, not shared, scoring=Scoring(top_k == 1), scales_input=top_k == 1,
     )  # fmt: skip
     weights = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
     wide = replace(experts, **weights), extra.float() if shared else None, residual.float().clone()
@@ -272,7 +273,10 @@ _IN_TURN = (1, 3, 2), (0, 2, 7)
 _LONG = (*[1] * 20, 8, 64, 65, 700, 2050, 3), (*range(20), 0, 100, 3, 0, 7, 1000)
 _FEW, _MANY = [(0,), (1,), (7,), (512,), (1300,)], [(1,), (64,), (9001,)]
 _LOGITS = [(1, 128256), (33, 151936), (7, 513)]
-_LAYERS = ((128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1408, True), (5, 3, 72, 40, True))
+_LAYERS = (
+    (128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1408, True), (5, 3, 72, 40, True),
+    (16, 1, 1280, 2048, True),
+)  # fmt: skip
 SWEEPS: dict[str, Sweep] = {
     "rms_norm": Sweep(_normed, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 8192), (7, 100), (5, 16384)]),
     "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
@@ -331,7 +335,7 @@ SWEEPS: dict[str, Sweep] = {
     ),
     "logsumexp": Sweep(cases.logsumexp, [(5, 63)], _LOGITS),
     "fused_moe": Sweep(
-        _layers_of_experts, [(tokens, 6, 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17)],
+        _layers_of_experts, [(tokens, 6, 1 + tokens % 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17, 18)],
         [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
     ),
     "gated_delta_step": Sweep(

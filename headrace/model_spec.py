@@ -339,6 +339,8 @@ class DenseMLP:
     gated: bool = True
     names: tuple[str, str] = ("up_proj", "down_proj")
     """of the linears of one without a gate"""
+    block: str = "mlp"
+    """its name in a checkpoint"""
 
     num_experts = experts_per_token = expert_intermediate_size = 0
     expert_parameters: tuple[Parameter, ...] = ()
@@ -349,10 +351,10 @@ class DenseMLP:
         """The layer's tensors."""
         hidden, width, (up, down) = self.hidden_size, self.intermediate_size, self.names
         if self.gated:
-            return gated("mlp", hidden, width, self.bias)
+            return gated(self.block, hidden, width, self.bias)
         biases: tuple[Split | None, Split | None] = ("width", "whole") if self.bias else (None, None)
-        first = linear(f"mlp.{up}", width, hidden, "width", biases[0])
-        return (*first, *linear(f"mlp.{down}", hidden, width, "width", biases[1], axis=1))
+        first = linear(f"{self.block}.{up}", width, hidden, "width", biases[0])
+        return (*first, *linear(f"{self.block}.{down}", hidden, width, "width", biases[1], axis=1))
 
 
 @dataclass(frozen=True)
@@ -367,9 +369,6 @@ class ExpertNames:
     shared: str = "shared_expert"
     selection: str = "gate.e_score_correction_bias"
     """the biases with which experts are chosen"""
-    in_one: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    """names of one tensor for all experts' gates and ups, gate above or beside up, and of one for their downs, in
-    checkpoints that have it so: [experts, out, in] or [experts, in, out]"""
     stacked: str = ""
     """name of one tensor for all experts' gates and ups, [experts, in, out] with gate and up in turn, beside a tensor
     `down`: `<block>.experts.<stacked>`; empty: each expert has tensors of its own"""
@@ -403,10 +402,17 @@ class Experts:
     """the output of the shared experts is multiplied with a sigmoid gate"""
     bias: bool = False
     """router and experts have biases"""
+    scales_input: bool = False
+    """a token's weight of an expert is a factor of what the expert is given, not of its output"""
     clamp: tuple[float, float] | None = None
     """(alpha, limit): the activation is gate * sigmoid(alpha * gate) * (up + 1), gate being at most `limit` and up
     within +-limit; None: silu(gate) * up"""
     names: ExpertNames = ExpertNames()
+
+    @property
+    def block(self) -> str:
+        """Its name in a checkpoint."""
+        return self.names.block
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -541,6 +547,8 @@ class ModelSpec:
     """factor of logits"""
     logit_cap: float | None = None
     """logits x then become logit_cap * tanh(x / logit_cap)"""
+    names: tuple[tuple[str, str], ...] = ()
+    """(part of a tensor's name in published files, what it is here)"""
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:

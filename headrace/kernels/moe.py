@@ -87,6 +87,8 @@ class Experts:
     """how tiles of fp8 weights have their input rounded; None: each token with a scale of its own. The reference rounds
     the input of other weights too, where it is given."""
     w2_rounding: Rounding | None = None
+    scales_input: bool = False
+    """a token's weight of an expert is a factor of what the expert is given, not of its output (Llama 4)"""
 
     @property
     def num_experts(self) -> int:
@@ -138,6 +140,11 @@ def fused_moe(
     return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
 
 
+def _shares(experts: Experts, routing: Routing) -> tuple[Tensor | None, Tensor | None]:
+    """Return the pairs' factors of what experts are given, and of their outputs; None: they are one."""
+    return (routing.weights, None) if experts.scales_input else (None, routing.weights)
+
+
 Extras = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 """(residual, shared expert's output, its gate's logits, their stride)"""
 
@@ -157,23 +164,24 @@ def _one_by_one(
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
     w13, w2, gates = experts.w13, experts.w2, gate_options(experts.clamp)
+    ids, (share, out_share) = routing.ids, _shares(experts, routing)
     down = config.down if isinstance(w2, TiledWeight) else _fit(config.down, hidden, n, w2)
     blocks = -(-hidden // down.block_n)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     if isinstance(w13, TiledWeight):
-        launch_vector_up(inner, x, w13, experts.w13_bias, routing, top_k, config.up, gates)
+        launch_vector_up(inner, x, w13, experts.w13_bias, ids, share, config.up, gates)
     else:
         up = _fit(config.up, n, hidden, w13)
         up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
-            inner, x, w13, experts.w13_scale, experts.w13_bias, routing.ids,
+            inner, x, w13, experts.w13_scale, experts.w13_bias, ids, share,
             N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector_of(w13),
             num_warps=up.num_warps, **gates, **overlap(),
         )  # fmt: skip
     if isinstance(w2, TiledWeight):
-        launch_vector_down(out, inner, w2, experts.w2_bias, routing, extras, following, down)
+        launch_vector_down(out, inner, w2, experts.w2_bias, ids, out_share, extras, following, down)
     else:
         down_one_by_one_kernel[(blocks, num_tokens)](
-            out, inner, w2, experts.w2_scale, experts.w2_bias, routing.ids, routing.weights, *extras, *following,
+            out, inner, w2, experts.w2_scale, experts.w2_bias, ids, out_share, *extras, *following,
             N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector_of(w2),
             MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **overlap(),
         )  # fmt: skip
@@ -186,20 +194,23 @@ def _by_tiles(
     (num_tokens, hidden), pairs = x.shape, len(inner)
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     tiles, gates = routing.tiles.shape[1], gate_options(experts.clamp)
-    for target, source, weight, scale, bias, rounding, gated, tile in (
-        (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, True, config.up),
-        (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, False, config.down),
+    in_share, out_share = _shares(experts, routing)
+    for target, source, weight, scale, bias, rounding, share, tile in (
+        (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, in_share, config.up),
+        (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, None, config.down),
     ):
         if isinstance(weight, TiledWeight):
-            launch_tiled_experts(target, source, weight, bias, routing, experts.top_k, config.block_m, tile, gates)
+            launch_tiled_experts(
+                target, source, weight, bias, share, routing, experts.top_k, config.block_m, tile, gates
+            )
             continue
         tile = _fit(tile, target.shape[1], source.shape[1], weight)
         values, x_scale = source, None
         if scale is not None:
             values, x_scale, *_ = quantize(source, rounding or Rounding(weight.dtype))
         tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, values, x_scale, weight, scale, bias, routing.order, routing.tiles, tiles,
-            N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
+            target, values, x_scale, weight, scale, bias, share, routing.order, routing.tiles, tiles,
+            N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=target is inner, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **overlap(),
         )  # fmt: skip
@@ -207,7 +218,7 @@ def _by_tiles(
     blocks = -(-hidden // block)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     sum_kernel[(num_tokens * blocks,)](
-        out, outer, routing.weights, *extras, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
+        out, outer, out_share, *extras, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
     return result
@@ -238,10 +249,11 @@ def fused_moe_reference(
     down = (experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        both = _product_reference(normed[token], *up, expert, rounds)
+        share = weights[token, choice, None]
+        both = _product_reference(normed[token], *up, expert, rounds, share if experts.scales_input else None)
         gate, up_half = both.chunk(2, dim=-1)
         own = _product_reference(gated_reference(gate, up_half, experts.clamp), *down, expert, rounds)
-        out.index_add_(0, token, (own * weights[token, choice, None]).to(x.dtype))
+        out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
     if shared is not None:
         gated = logits.shape[1] > experts.num_experts
         out += torch.sigmoid(logits[:, experts.num_experts :]) * shared if gated else shared
@@ -268,8 +280,10 @@ def _product_reference(
     rounding: Rounding | None,
     expert: int,
     rounds: bool,
+    share: Tensor | None = None,
 ) -> Tensor:
-    """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of rounded x, to the weight's type if it is fp8."""
+    """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of rounded x, to the weight's type if it is fp8.
+    `share`: factors [T, 1] of the product."""
     if rounding is None and isinstance(weight, Tensor) and scale is not None:
         rounding = Rounding(weight.dtype)
     if rounds and rounding is not None:
@@ -280,4 +294,7 @@ def _product_reference(
         one = (weight[expert].float() * scale[expert, :, None]).to(x.dtype)
     else:
         one = weight[expert]
-    return F.linear(x, one, None if bias is None else bias[expert])
+    if share is None:
+        return F.linear(x, one, None if bias is None else bias[expert])
+    product = (F.linear(x, one) * share).to(x.dtype)
+    return product if bias is None else product + bias[expert]

@@ -42,11 +42,12 @@ def gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def up_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr,
+    out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, share_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]."""
+    """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]; `share` [pairs]
+    are factors of x, if there are any."""
     wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -69,6 +70,8 @@ def up_one_by_one_kernel(
     total = tl.sum(acc, axis=1)
     if scale_ptr is not None:
         total *= tl.load(scale_ptr + expert * (2 * N) + row)
+    if share_ptr is not None:
+        total *= tl.load(share_ptr + pair)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert * (2 * N) + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [BLOCK_N, 2]))
@@ -79,7 +82,7 @@ def up_one_by_one_kernel(
 
 @triton.jit
 def down_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, weights_ptr,
+    out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, share_ptr,
     residual_ptr, shared_ptr, gate_ptr, gate_stride, next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     MEMBERS: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
@@ -101,7 +104,9 @@ def down_one_by_one_kernel(
         chosen = first + member < TOP_K
         # not from the first-level cache: the kernel that wrote these is done, but this one has not waited for it
         expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
-        share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
+        share = chosen.to(tl.float32)
+        if share_ptr is not None:
+            share = tl.load(share_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
         if bias_ptr is not None:
             biases += share * tl.load(bias_ptr + expert * N + row).to(tl.float32)
         if scale_ptr is not None:
@@ -128,7 +133,7 @@ def down_one_by_one_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
-    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, order_ptr, tiles_ptr, max_tiles,
+    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr, max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -136,7 +141,7 @@ def tiles_kernel(
     """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
 
     GATED: x is [tokens, K], weight [experts, 2 * N, K], and a pair gets silu(gate) * up. Otherwise x is [pairs, K]
-    and weight is [experts, N, K]. If they are fp8, each has a scale a row.
+    and weight is [experts, N, K]. If they are fp8, each has a scale a row. `share` [pairs]: factors of x, if any.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -177,6 +182,8 @@ def tiles_kernel(
             acc *= tl.load(x_scale_ptr + source, mask=member < count, other=0.0)[:, None]
         if scale_ptr is not None:
             acc *= tl.load(scale_ptr + expert * ALL_ROWS + row)[None, :]
+        if share_ptr is not None:
+            acc *= tl.load(share_ptr + pair, mask=member < count, other=0.0)[:, None]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * ALL_ROWS + row).to(tl.float32)[None, :]
         if GATED:
@@ -189,7 +196,7 @@ def tiles_kernel(
 
 @triton.jit
 def sum_kernel(
-    out_ptr, x_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
+    out_ptr, x_ptr, share_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +212,9 @@ def sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights_ptr + pair) * x
+        if share_ptr is not None:
+            x *= tl.load(share_ptr + pair)
+        total += x
     rounded = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * N + column, rounded, mask=inside)
     if next_scaled_ptr is not None:

@@ -44,7 +44,7 @@ class Scoring(NamedTuple):
     sigmoid: bool = False
     """by the sigmoid of each; False: by the softmax over all"""
     bias: Tensor | None = None
-    """# [num_experts], added to the weights for the choice alone; only with a sigmoid"""
+    """# [num_experts], added to the weights for the choice alone"""
     scaling: float = 1.0
     """a factor of the weights, applied last"""
     groups: int = 1
@@ -115,11 +115,15 @@ def _choose(
     # not from the first-level cache: another program may have written them
     at = logits_ptr + row.to(tl.int64) * logits_stride + expert
     logits = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    score = logits
+    score = logits  # which order experts as their sigmoids do, and large ones better
     if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logits.to(tl.float32)))
-        if bias_ptr is not None:
-            score += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
+        if bias_ptr is not None or USED_GROUPS < GROUPS:
+            score = 1.0 / (1.0 + tl.exp(-logits.to(tl.float32)))
+    elif bias_ptr is not None:
+        score = tl.exp(logits.to(tl.float32) - tl.max(logits.to(tl.float32), axis=1)[:, None])
+        score /= tl.sum(score, axis=1)[:, None]
+    if bias_ptr is not None:
+        score += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
     if USED_GROUPS < GROUPS:
         score = _of_best_groups(score, expert, inside, num_experts // GROUPS, SIGMOID, GROUPS, USED_GROUPS)
     BITS: tl.constexpr = score.dtype.primitive_bitwidth
@@ -321,9 +325,12 @@ def route_reference(
     num_tokens, num_experts = logits.shape
     chosen_by = logits.float()
     weights = chosen_by.sigmoid() if scoring.sigmoid else chosen_by.softmax(dim=-1)
-    if scoring.sigmoid:
-        chosen_by = weights if scoring.bias is None else weights + scoring.bias.float()
-    if scoring.used_groups < scoring.groups:
+    in_groups = scoring.used_groups < scoring.groups
+    if scoring.bias is not None:
+        chosen_by = weights + scoring.bias.float()
+    elif scoring.sigmoid and in_groups:
+        chosen_by = weights
+    if in_groups:
         grouped = chosen_by.view(num_tokens, scoring.groups, -1)
         worth = grouped.sort(dim=-1, descending=True).values[..., : 2 if scoring.sigmoid else 1].sum(dim=-1)
         left_out = worth.sort(dim=-1, descending=True, stable=True).indices[:, scoring.used_groups :]

@@ -20,8 +20,8 @@ _ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LA
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiled_experts_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, order_ptr, tiles_ptr, parts_ptr, arrived_ptr,
-    max_tiles, words_step,
+    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr, parts_ptr,
+    arrived_ptr, max_tiles, words_step,
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, ALL_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -32,7 +32,8 @@ def tiled_experts_kernel(
     """Compute out [pairs, N]; one program: OUTPUTS rows of the weight, one of SPLIT parts of the inputs, one tile's
     pairs.
 
-    GATED: x is [tokens, K], and N outputs are of 2 * N rows of the weight, gate and up. Otherwise x is [pairs, K],
+    GATED: x is [tokens, K], with factors `share` [pairs] if there are any, and N outputs are of 2 * N rows of the
+    weight, gate and up. Otherwise x is [pairs, K],
     which the kernel before this one writes; the experts were chosen before that.
     """
     HELD: tl.constexpr = 2 * N if GATED else N  # rows of an expert
@@ -73,6 +74,8 @@ def tiled_experts_kernel(
             held_row = row_of(where * OUTPUTS + tl.arange(0, OUTPUTS), HELD, GATED)
             if factors_ptr is not None:
                 acc *= tl.load(factors_ptr + expert * HELD + held_row, mask=held_row < HELD, other=0.0)[None, :]
+            if share_ptr is not None:
+                acc *= tl.load(share_ptr + pair, mask=inside, other=0.0)[:, None]
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + expert * HELD + held_row, mask=held_row < HELD, other=0.0)
                 acc += bias.to(tl.float32)[None, :]
@@ -95,13 +98,15 @@ def launch_tiled_experts(
     x: Tensor,
     weight: TiledWeight,
     bias: Tensor | None,
+    share: Tensor | None,
     routing: Routing,
     top_k: int,
     block_m: int,
     tile: Tile,
     gates: dict[str, float],
 ) -> None:
-    """Write x [tokens or pairs, K] times the pairs' experts to `out` [pairs, N], gated if the weight is."""
+    """Write x [tokens or pairs, K] times the pairs' experts and factors `share` to `out` [pairs, N], gated if the
+    weight is."""
     n, k = out.shape[1], x.shape[1]
     outputs = 2 * tile.block_n if weight.gated else tile.block_n
     count = routing.tiles.shape[1]
@@ -111,8 +116,8 @@ def launch_tiled_experts(
     if split > 1:
         parts = x.new_empty((sharers, split, block_m, outputs), dtype=torch.float32)
     tiled_experts_kernel[(sharers * split,)](
-        out, x, weight.codes, weight.words, weight.factors, bias, routing.order, routing.tiles, parts, weight.arrived,
-        count, weight.words_step,
+        out, x, weight.codes, weight.words, weight.factors, bias, share, routing.order, routing.tiles, parts,
+        weight.arrived, count, weight.words_step,
         N=n, K=k, TILES=weight.codes.shape[1], ALL_BLOCKS=weight.codes.shape[2], EVEN_K=k % tile.block_k == 0,
         TOP_K=top_k, GATED=weight.gated, BLOCK_M=block_m, OUTPUTS=outputs, BLOCKS=tile.block_k // BLOCK,
         SPLIT=split, STAGES=tile.num_stages, ASM=pairs_in_registers(),

@@ -15,7 +15,6 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, pairs_in_registers, tl, triton, wait_before_next
 from headrace.kernels.moe_config import Tile
 from headrace.kernels.moe_kernels import gated, residual_and_shared
-from headrace.kernels.moe_route import Routing
 from headrace.kernels.norm import half_norm_row
 from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import describe
@@ -50,14 +49,15 @@ def _finished(total, factors_ptr, bias_ptr, at, inside):
 
 @triton.jit
 def vector_up_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, ids_ptr, words_step,
+    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, ids_ptr, share_ptr, words_step,
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr,
     WARPS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS of a pair of out [pairs, N], gated; grid (blocks of N, pairs). x is [tokens, K]."""
+    """Compute OUTPUTS of a pair of out [pairs, N], gated; grid (blocks of N, pairs). x is [tokens, K], with factors
+    `share` [pairs], if there are any."""
     wait_before_next(OVERLAP)
     program, pair = tl.program_id(0), tl.program_id(1)
     HALF: tl.constexpr = OUTPUTS // _QUARTER  # quarters of the gate, and as many of what it gates
@@ -76,18 +76,21 @@ def vector_up_kernel(
     totals = ()
     for which in tl.static_range(2 * HALF):
         totals = totals + (tl.sum(sums[which], axis=0)[None, :],)
+    share = 1.0
+    if share_ptr is not None:
+        share = tl.load(share_ptr + pair)
     column = program * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = column < N
     at = expert * (2 * N) + column
-    gate = _finished(together(totals[:HALF]), factors_ptr, bias_ptr, at, inside)
-    up = _finished(together(totals[HALF:]), factors_ptr, bias_ptr, at + N, inside)
+    gate = _finished(together(totals[:HALF]) * share, factors_ptr, bias_ptr, at, inside)
+    up = _finished(together(totals[HALF:]) * share, factors_ptr, bias_ptr, at + N, inside)
     result = gated(gate, up, LIMIT, ALPHA).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * N + column[None, :], result, mask=inside[None, :])
 
 
 @triton.jit
 def vector_down_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, ids_ptr, weights_ptr,
+    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, ids_ptr, share_ptr,
     residual_ptr, shared_ptr, gate_ptr, gate_stride, next_scaled_ptr, next_squares_ptr, next_weight_ptr, words_step,
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr,
     WARPS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, MEMBERS: tl.constexpr,
@@ -114,7 +117,9 @@ def vector_down_kernel(
         pair = token * TOP_K + tl.minimum(choice, TOP_K - 1)
         # not from the first-level cache: the kernel that wrote these is done, but this one has not waited for it
         expert = tl.load(ids_ptr + pair, cache_modifier=".cg").to(tl.int64)
-        share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
+        share = chosen.to(tl.float32)
+        if share_ptr is not None:
+            share = tl.load(share_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
         codes_ptrs = _codes_of(codes_ptr, expert, program * QUARTERS, TILES, BLOCKS, BITS)
         words_ptrs = words_ptr
         if WORDS:
@@ -150,26 +155,27 @@ def _options(weight: TiledWeight, n: int, k: int, tile: Tile) -> dict[str, Any]:
 
 
 def launch_vector_up(
-    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, routing: Routing, top_k: int, tile: Tile,
+    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, ids: Tensor, share: Tensor | None, tile: Tile,
     gates: dict[str, float],
 ) -> None:  # fmt: skip
-    """Write x [tokens, K] times the pairs' experts, gated, to `out` [pairs, N]. `tile`: 16 or 32 outputs."""
+    """Write x [tokens, K] times the pairs' experts `ids` and factors `share`, gated, to `out` [pairs, N]. `tile`: 16 or
+    32 outputs."""
     (pairs, n), k = out.shape, x.shape[1]
     vector_up_kernel[(-(-n // tile.block_n), pairs)](
-        out, x, weight.codes, weight.words, weight.factors, bias, routing.ids, weight.words_step,
-        TOP_K=top_k, **gates, **_options(weight, n, k, tile),
+        out, x, weight.codes, weight.words, weight.factors, bias, ids, share, weight.words_step,
+        TOP_K=ids.shape[1], **gates, **_options(weight, n, k, tile),
     )  # fmt: skip
 
 
 def launch_vector_down(
-    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, routing: Routing, extras: tuple[Any, ...],
-    following: tuple[Tensor | None, ...], tile: Tile,
+    out: Tensor, x: Tensor, weight: TiledWeight, bias: Tensor | None, ids: Tensor, share: Tensor | None,
+    extras: tuple[Any, ...], following: tuple[Tensor | None, ...], tile: Tile,
 ) -> None:  # fmt: skip
-    """Write the residual, the shared expert and the weighted sum of x [pairs, K] times the pairs' experts to `out`
-    [tokens, N]. `tile`: 16, 32 or 64 outputs, and how many experts a program takes at once."""
-    (num_tokens, n), k, top_k = out.shape, x.shape[1], routing.ids.shape[1]
+    """Write the residual, the shared expert and the sum of x [pairs, K] times the pairs' experts `ids` and factors
+    `share` to `out` [tokens, N]. `tile`: 16, 32 or 64 outputs, and how many experts a program takes at once."""
+    (num_tokens, n), k, top_k = out.shape, x.shape[1], ids.shape[1]
     members = min(tile.group, next_power_of_2(top_k), tile.num_warps)
     vector_down_kernel[(-(-n // tile.block_n), num_tokens)](
-        out, x, weight.codes, weight.words, weight.factors, bias, routing.ids, routing.weights, *extras, *following,
+        out, x, weight.codes, weight.words, weight.factors, bias, ids, share, *extras, *following,
         weight.words_step, TOP_K=top_k, MEMBERS=members, **_options(weight, n, k, tile),
     )  # fmt: skip

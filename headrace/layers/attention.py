@@ -62,12 +62,14 @@ class HeadNorm(Layer):
     def __init__(self, mixer: model_spec.Attention, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = mixer.norm
-        self.weight = empty_parameter(mixer.head_dim, dtype=torch.float32 if mixer.norm.plus_one else dtype)
+        dtype = torch.float32 if mixer.norm.plus_one else dtype
+        made = empty_parameter if mixer.norm.weight else torch.ones
+        self.weight: Tensor = made(mixer.head_dim, dtype=dtype)
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
         if not self.norm.weight:
-            self.weight.fill_(1.0)
+            self.weight = torch.ones_like(self.weight, device=device)
 
     def slots(self, path: str) -> dict[str, Slot]:
         return {f"{path}.weight": weight_slot(self.weight, self.norm.plus_one)} if self.norm.weight else {}

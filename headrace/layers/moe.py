@@ -140,7 +140,7 @@ class SparseMoE(Layer):
     def quantized_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the names under which a checkpoint may list the format of each part: expert 0's, which stands for all,
         and that of all experts together."""
-        experts = f"{self._block(path)}.experts"
+        experts = f"{path}.experts"
         gate_up = {
             part.name: self.spec.names.stacked if self.in_turn else part.name for part in self.gate_up_spec.parts
         }
@@ -149,29 +149,30 @@ class SparseMoE(Layer):
 
     def router_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the same of the router and of the shared expert's gate."""
-        return {part.name: [f"{self._block(path)}.{part.name}"] for part in self.router_spec.parts}
+        return {part.name: [f"{path}.{part.name}"] for part in self.router_spec.parts}
 
     def names_in_files(self, path: str) -> dict[str, InOne]:
         """Return the names of linears of all experts, and of the router, as transformers holds them -> those of
         checkpoints (models/checkpoint.py: `unstacked`)."""
-        spec, names, block = self.spec, self.spec.names, self._block(path)
+        spec, names = self.spec, self.spec.names
         if names.stacked:
             return {}
-        gate, up, down = (f"{block}.experts.{{}}.{name}" for name in (names.gate, names.up, names.down))
-        router = {} if block == path else {f"{path}.gate": InOne((f"{block}.{names.router}",))}
+        gate, up, down = (f"{path}.experts.{{}}.{name}" for name in (names.gate, names.up, names.down))
+        elsewhere = _of_transformers(path)
+        router = {} if elsewhere == path else {f"{elsewhere}.gate": InOne((f"{path}.{names.router}",))}
         held = (InOne(linears, spec.num_experts, self.transposed) for linears in ((gate, up), (down,)))
         return router | {name: one for one, these in zip(held, self._in_one(path), strict=True) for name in these}
 
     def _in_one(self, path: str) -> tuple[list[str], list[str]]:
         """Return the names that gates and ups of all experts have where they are one linear, and those of downs."""
-        places = dict.fromkeys((path, self._block(path)))
-        gate_up, down = ([f"{place}.{name}" for place in places] for name in self.spec.names.in_one)
+        places = dict.fromkeys((path, _of_transformers(path)))
+        gate_up, down = ([f"{place}.experts.{name}" for place in places] for name in ("gate_up_proj", "down_proj"))
         return gate_up, down
 
     def read_as(self, path: str, linears: Mapping[str, tuple[int, ...]]) -> None:
         """Take experts from where a checkpoint with these `linears` (name -> shape of the weight) has them. To be
         called before `names_in_files` and `attach`."""
-        spec, names, block = self.spec, self.spec.names, self._block(path)
+        spec, names = self.spec, self.spec.names
         if not names.stacked:
             gate_up, down = self._in_one(path)
             found = [linears[name] for name in gate_up if name in linears]
@@ -181,34 +182,31 @@ class SparseMoE(Layer):
             # of these one at least is not square
             for outputs, inputs in ((2 * wide, hidden), (hidden, wide)):
                 self.transposed |= outputs != inputs and (number, inputs, outputs) in found
-        elif f"{block}.experts.0.{names.stacked}" in linears:
+        elif f"{path}.experts.0.{names.stacked}" in linears:
             self.in_turn = "in each expert"
-        elif f"{block}.experts.0.{names.gate}" in linears:
+        elif f"{path}.experts.0.{names.gate}" in linears:
             self.in_turn = ""
 
-    def _block(self, path: str) -> str:
-        """Return the layer's name in the checkpoint."""
-        return f"{path.rpartition('.')[0]}.{self.spec.names.block}"
-
     def slots(self, path: str) -> dict[str, Slot]:
-        spec, names, block = self.spec, self.spec.names, self._block(path)
+        spec, names = self.spec, self.spec.names
         router = self.router_scheme.layout.slots(self.router_spec, self.router_weights)
-        slots = {f"{block}.{part.name}.{tensor}": slot for part, tensor, slot in router}
+        slots = {f"{path}.{part.name}.{tensor}": slot for part, tensor, slot in router}
         if self.selection_bias is not None:
-            slots[f"{block}.{names.selection}"] = whole_slot(self.selection_bias)
+            whole, take = whole_slot(self.selection_bias), partial(_take_row, self.selection_bias)
+            slots[f"{path}.{names.selection}"] = replace(whole, store=take, shapes=((1, spec.num_experts),))
         if self.in_turn:
             linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
             slots_in_turn = stacked_slots if self.in_turn == "in all experts" else interleaved_slots
             for linear, weights, name in linears:
                 slots.update(
-                    slots_in_turn(self.scheme.layout, linear, weights, spec.num_experts, f"{block}.experts", name)
+                    slots_in_turn(self.scheme.layout, linear, weights, spec.num_experts, f"{path}.experts", name)
                 )
             return slots
         nowhere = any(tensor.is_meta for tensor in self.w13.values())  # nobody writes there: one stands for all
         first = list(self._expert_slots(0)) if nowhere else []
         for expert in range(spec.num_experts):
             for name, slot in first or self._expert_slots(expert):
-                slots[f"{block}.experts.{expert}.{name}"] = slot
+                slots[f"{path}.experts.{expert}.{name}"] = slot
         return slots
 
     def _expert_slots(self, expert: int) -> Iterator[tuple[str, Slot]]:
@@ -247,6 +245,8 @@ class SparseMoE(Layer):
         next_norm, product = fused.next_norm if halves else None, self.scheme.product
         w13, w2 = product.experts(self.gate_up_spec, self.w13), product.experts(self.down_spec, self.w2)
         w13, w2 = _both_tiled(w13, w2, dtype=self.gate_up_spec.dtype)
+        if spec.scales_input and w13.rounding is not None:  # a given scale is for the input times its weight
+            w13 = w13._replace(rounding=replace(w13.rounding, given=None))
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         scoring = Scoring(spec.sigmoid, self.selection_bias, spec.scaling, spec.groups, spec.used_groups)
@@ -254,7 +254,7 @@ class SparseMoE(Layer):
             fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
             spec.renormalize, self.batch_invariant, scoring, next_norm,
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
-            None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding,
+            None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding, spec.scales_input,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
@@ -278,6 +278,16 @@ class SparseMoE(Layer):
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
         return out
+
+
+def _take_row(row: Tensor, values: Tensor) -> None:
+    """Write a checkpoint's biases, perhaps a matrix of one row."""
+    row.copy_(values.flatten())
+
+
+def _of_transformers(path: str) -> str:
+    """Return the name that transformers has for a layer of experts, given the checkpoint's."""
+    return f"{path.rpartition('.')[0]}.mlp"
 
 
 def _both_tiled(w13: HeldExperts, w2: HeldExperts, dtype: torch.dtype) -> tuple[HeldExperts, HeldExperts]:

@@ -89,7 +89,7 @@ def _llama3(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, fl
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
-    blend = (original / wavelength - low) / (high - low)
+    blend = (original / wavelength - low) / max(high - low, 1e-9)  # equal ones leave nothing between
     blended = (1 - blend) * inverse / factor + blend * inverse
     scaled = torch.where(wavelength > original / low, inverse / factor, blended)
     return torch.where(wavelength < original / high, inverse, scaled), 1.0

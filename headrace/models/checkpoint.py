@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ HEADER_LENGTH_BYTES = 8
 """At the start of a file, little-endian"""
 TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 """how names begin in models of more than text -> in models of text alone"""
-DRAFTS = "mtp."
+DRAFTS = ("mtp.", "model.mtp_")
 """how names of layers that draft further tokens begin, where they are no layers of the model's own"""
 _OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
 _OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -125,15 +125,19 @@ def total_bytes(files: list[Path]) -> int:
     return total
 
 
-def text_tensors(tensors: list[StoredTensor], config: ModelConfig) -> tuple[list[StoredTensor], Counter[str]]:
+def text_tensors(
+    tensors: list[StoredTensor], config: ModelConfig, names: Sequence[tuple[str, str]]
+) -> tuple[list[StoredTensor], Counter[str]]:
     """Return the tensors of a model's text part, under the names that they have in a model of text alone, and how many
-    others there are of each kind that text does not use."""
+    others there are of each kind that text does not use. `names`: ModelSpec's."""
     kept, others = [], Counter[str]()
     last = config.num_layers + config.draft_layers
     for one in tensors:
         name = one.name
         if config.more_than_text:
             name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
+        for theirs, ours in names:
+            name = name.replace(theirs, ours)
         layer = _OF_LAYER.match(name)
         if name.startswith(DRAFTS):
             others["of layers that draft further tokens"] += 1

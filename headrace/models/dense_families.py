@@ -13,13 +13,16 @@ from headrace.model_spec import Attention, DenseMLP
 from headrace.models.descriptions import (
     Describe,
     Described,
+    FeedForwards,
     alike,
+    all_dense,
     attention,
     dense,
     encoder,
     layer_types,
     llama,
     rms_norm,
+    rotated_layers,
     upper_window,
 )
 from headrace.models.encoders import qwen3_vision
@@ -257,14 +260,14 @@ def _alike(c: Fields, mixer: Attention, block: DenseMLP, norm: Norm) -> Describe
 # ---- multipliers, norms elsewhere, layers without positions
 
 
-def granite(c: Fields) -> Described:
+def granite(c: Fields, feed_forwards: FeedForwards = all_dense) -> Described:
     """Describe Granite 3, which scales embeddings, scores, logits and what is added to the residual.
 
     Since an RMS norm does not depend on the size of its input but for epsilon, the residual is kept divided by
     `residual_multiplier`: then what layers add needs no factor.
     """
     multiplier = c.number("residual_multiplier", 1.0, above=0)
-    plain = llama(c)
+    plain = llama(c, feed_forwards=feed_forwards)
     norm = replace(plain.norm, eps=plain.norm.eps / multiplier**2)
     scale = c.number("attention_multiplier", 1.0, above=0)
     mixers = [replace(layer.mixer, scale=scale) for layer in plain.layers if isinstance(layer.mixer, Attention)]
@@ -321,14 +324,11 @@ def exaone4(c: Fields) -> Described:
 def smollm3(c: Fields) -> Described:
     """Describe SmolLM3: Llama with every fourth layer without positions."""
     count, norm, bias = num_layers(c), rms_norm(c), c.flag("attention_bias")
-    interval = c.integer("no_rope_layer_interval", 4)
-    rotates = c.integers("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
-    if len(rotates) < count:
-        raise c.refusal("no_rope_layers", f"a number for each of the {count} layers")
+    rotates = rotated_layers(c)
     slides = c.flag("use_sliding_window") and c.values.get("sliding_window") is not None
-    usual = ["sliding_attention" if slides and not turns else "full_attention" for turns in rotates[:count]]
+    usual = ["sliding_attention" if slides and not turns else "full_attention" for turns in rotates]
     rope, mixers = read_rope(c, theta=2e6), []
-    for kind, turns in zip(layer_types(c) or usual, rotates, strict=False):
+    for kind, turns in zip(layer_types(c) or usual, rotates, strict=True):
         window = c.optional("sliding_window") if slides and kind == "sliding_attention" else None
         mixers.append(attention(c, window, rope=rope if turns else None, qkv_bias=bias, o_bias=bias, norm=norm))
     return alike(mixers, [dense(c, c.flag("mlp_bias"))] * count, Norms(norm=norm))

@@ -23,7 +23,6 @@ from headrace.model_spec import (
     LayerSpec,
     Mixer,
 )
-from headrace.models.encoders import llama4_vision
 from headrace.models.ropes import read_rope, read_temperature
 
 
@@ -40,6 +39,8 @@ class Described:
     rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    names: tuple[tuple[str, str], ...] = ()
+    """(part of a tensor's name in published files, what it is here)"""
 
 
 Describe = Callable[[Fields], Described]
@@ -156,12 +157,22 @@ def _typed_windows(c: Fields, usual: list[str]) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in layer_types(c) or usual]
 
 
-def layer_types(c: Fields) -> list[str]:
-    """Return the type of each layer; empty where config.json names none."""
+def layer_types(c: Fields, kinds: Sequence[str] = ("full_attention", "sliding_attention")) -> list[str]:
+    """Return the type of each layer, one of `kinds`; empty where config.json names none."""
     types, count = c.texts("layer_types"), num_layers(c)
-    if types and (len(types) != count or {*types} - {"full_attention", "sliding_attention"}):
-        raise c.refusal("layer_types", f"full_attention or sliding_attention for each of the {count} layers")
+    if types and (len(types) != count or {*types} - {*kinds}):
+        raise c.refusal("layer_types", f"{' or '.join(kinds)} for each of the {count} layers")
     return types
+
+
+def rotated_layers(c: Fields) -> list[int]:
+    """Return 1 for each layer that rotates queries and keys, else 0: as `no_rope_layers` says, else 0 for every
+    `no_rope_layer_interval`-th layer (4)."""
+    count, interval = num_layers(c), c.integer("no_rope_layer_interval", 4)
+    rotates = c.integers("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
+    if len(rotates) < count:
+        raise c.refusal("no_rope_layers", f"a number for each of the {count} layers")
+    return rotates[:count]
 
 
 # ---- the Llama family and those shaped like it
@@ -257,24 +268,7 @@ def gpt_oss(c: Fields) -> Described:
     return alike(mixers, [block] * len(kinds), Norms(norm=norm))
 
 
-# ---- families that have no modules yet
-
-
 def encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
     """Return the parameters of the vision encoder, 0 where there is none."""
     vision = c.object("vision_config")
     return count(vision, *sizes) if vision else 0
-
-
-def llama4(c: Fields) -> Described:
-    """Describe Llama 4, with routed experts and a shared one in every n-th layer. Every fourth layer sees all keys,
-    without positions; the others see those of their chunk."""
-    width, step = c.integer("intermediate_size"), c.integer("interleave_moe_layer_step")
-    everything, chunked = attention(c, rope=None), attention(c, c.optional("attention_chunk_size"), chunked=True)
-    routed = experts(c, intermediate_size=width, names=ExpertNames("feed_forward", router="router"))
-    plain = dense(c, width="intermediate_size_mlp")
-    layers = tuple(
-        LayerSpec(chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed)
-        for i in range(num_layers(c))
-    )
-    return Described(layers, encoder(c, llama4_vision, c.integer("hidden_size")))

@@ -6,11 +6,12 @@ It imports no torch.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from headrace.layer_parts import Norms
+from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import ExpertNames, Experts
+from headrace.model_spec import Attention, ExpertNames, Experts, FeedForward
+from headrace.models.dense_families import granite, window_of
 from headrace.models.descriptions import (
     W1_W3_W2,
     Described,
@@ -19,12 +20,14 @@ from headrace.models.descriptions import (
     dense,
     encoder,
     experts,
+    layer_types,
     llama,
     qwen_experts,
     rms_norm,
+    rotated_layers,
     switched_window,
 )
-from headrace.models.encoders import qwen3_vision
+from headrace.models.encoders import llama4_vision, qwen3_vision
 from headrace.models.ropes import read_rope
 
 SHARED = ExpertNames(shared="shared_experts")
@@ -119,3 +122,110 @@ def qwen3_vl_moe(c: Fields) -> Described:
     """Describe the text part of Qwen3-VL-MoE: Qwen3-MoE behind a vision encoder."""
     text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
     return replace(text, vision_weights=encoder(c, qwen3_vision))
+
+
+CHUNKS = ("full_attention", "chunked_attention")
+"""kinds of layers of Llama 4"""
+
+
+def llama4(c: Fields) -> Described:
+    """Describe Llama 4, with routed experts and a shared one in every n-th layer. Layers that rotate see the keys of
+    their chunk; every fourth does not, sees all keys, and its queries grow with their positions."""
+    norm, bias, count = rms_norm(c, 1e-5), c.flag("attention_bias"), num_layers(c)
+    tuned = c.values.get("attn_temperature_tuning", True)  # early files have a number
+    if not isinstance(tuned, int):
+        raise c.refusal("attn_temperature_tuning", "true or false")
+    heat = Temperature(c.number("attn_scale"), c.integer("floor_scale"), first=1) if tuned else None
+    rope = replace(read_rope(c, theta=500000.0), interleaved=True)
+    rotated: dict[str, Any] = {"rope": rope, "qk_norm": "head" if c.flag("use_qk_norm", True) else "none"}
+    plain: dict[str, Any] = {"rope": None, "temperature": heat}
+    chunks = c.values["attention_chunk_size"] is not None
+    turning = rotated_layers(c)
+    usual = ["chunked_attention" if turns and chunks else "full_attention" for turns in turning]
+    mixers = []
+    for kind, turns in zip(layer_types(c, CHUNKS) or usual, turning, strict=True):
+        chunk = c.integer("attention_chunk_size") if kind == "chunked_attention" else None
+        own = {"chunked": chunk is not None, "qkv_bias": bias, "o_bias": bias, "norm": replace(norm, weight=False)}
+        mixers.append(attention(c, chunk, **own, **(rotated if turns else plain)))
+    names = ExpertNames("feed_forward", router="router")
+    shared = c.integer("intermediate_size")
+    routed = experts(c, renormalize=False, sigmoid=True, scales_input=True, intermediate_size=shared, names=names)
+    unrouted = replace(dense(c, width="intermediate_size_mlp"), block="feed_forward")
+    step = c.integer("interleave_moe_layer_step", 1)
+    sparse = c.integers("moe_layers") if c.values.get("moe_layers") is not None else range(step - 1, count, step)
+    blocks = [routed if layer in sparse else unrouted for layer in range(count)]
+    vision = encoder(c, llama4_vision, c.integer("hidden_size"))
+    return alike(mixers, blocks, Norms(norm=norm), vision_weights=vision)
+
+
+def dots1(c: Fields) -> Described:
+    """Describe dots.llm1, with windows as `layer_types` says, else from layer `max_window_layers` (62) on."""
+    norm, bias, count = rms_norm(c), c.flag("attention_bias"), num_layers(c)
+    first = c.integer("max_window_layers", 62, minimum=0)
+    kinds = layer_types(c) or ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
+    mixers = [attention(c, window_of(c, kind), qk_norm="head", qkv_bias=bias, o_bias=bias, norm=norm) for kind in kinds]
+    routed, plain = sigmoid_experts(c), dense(c)
+    return alike(mixers, [routed if sparse else plain for sparse in behind_dense(c, 0)], Norms(norm=norm))
+
+
+def ernie_moe(c: Fields) -> Described:
+    """Describe ERNIE 4.5 with experts, which are chosen by a softmax and biases, in layers `moe_layer_start_index` to
+    `moe_layer_end_index`."""
+    norm, count = rms_norm(c, 1e-5), num_layers(c)
+    if c.flag("use_bias"):
+        raise c.refusal("use_bias", "false")
+    if c.number("moe_norm_min", 1e-12) > 1e-9:  # below that no sum of a token's weights lies
+        raise c.refusal("moe_norm_min", "at most 1e-9")
+    mixer = attention(c, rope=replace(read_rope(c, theta=500000.0), interleaved=True), norm=norm)
+    c = c.changed({"num_experts_per_tok": c.integer("moe_k", 6)})
+    shared = c.integer("moe_intermediate_size") * c.integer("moe_num_shared_experts", 2, 0)
+    names = replace(SHARED, selection="moe_statics.e_score_correction_bias")
+    sizes = ("moe_num_experts", "moe_intermediate_size")
+    routed, plain = experts(c, *sizes, selection_bias=True, intermediate_size=shared, names=names), dense(c)
+    first, every = c.integer("moe_layer_start_index", 1, minimum=0), c.integer("moe_layer_interval", 1)
+    last = c.integer("moe_layer_end_index", -1, minimum=-1)
+    last = count - 1 if last == -1 else last
+    blocks = [routed if first <= i <= last and (i + 1) % every == 0 else plain for i in range(count)]
+    return alike([mixer] * count, blocks, Norms(norm=norm))
+
+
+# ---- Granite
+
+IN_EXPERTS = (
+    ("block_sparse_moe.input_linear.", "mlp.experts.gate_up_proj."),
+    ("block_sparse_moe.output_linear.", "mlp.experts.down_proj."),
+    ("block_sparse_moe.router.layer.", "mlp.gate."),
+    ("shared_mlp.input_linear.", "mlp.shared_expert.gate_up_proj."),
+    ("shared_mlp.output_linear.", "mlp.shared_expert.down_proj."),
+)
+"""Granite's names of experts -> ours"""
+DENSE = (("shared_mlp.input_linear.", "mlp.gate_up_proj."), ("shared_mlp.output_linear.", "mlp.down_proj."))
+"""Its names of a feed-forward where there are no experts"""
+
+
+def granite_moe(c: Fields) -> Described:
+    """Describe Granite 3 with experts, perhaps beside a shared one."""
+
+    def blocks(c: Fields, bias: bool) -> list[FeedForward]:
+        return [experts(c, intermediate_size=c.integer("shared_intermediate_size", 0, 0))] * num_layers(c)
+
+    return replace(granite(c, blocks), names=IN_EXPERTS)
+
+
+def granite_hybrid(c: Fields) -> Described:
+    """Describe Granite 4 where no layer is Mamba-2's: perhaps without experts, and perhaps without positions."""
+    kinds = ["mamba" if kind == "linear_attention" else kind for kind in c.texts("layer_types")]
+    if "mamba" in kinds or not kinds:
+        raise c.refusal("layer_types", "attention in every layer, for there are no kernels here for Mamba-2's scan")
+    if c.integer("num_local_experts", 8, minimum=0):
+        plain = granite_moe(c)
+    else:
+        width = c.integer("shared_intermediate_size", 1024)
+        plain = replace(granite(c.changed({"intermediate_size": width})), names=DENSE)
+    if c.values.get("position_embedding_type") == "rope":
+        return plain
+    layers = (
+        replace(layer, mixer=replace(layer.mixer, rope=None)) if isinstance(layer.mixer, Attention) else layer
+        for layer in plain.layers
+    )
+    return replace(plain, layers=tuple(layers))

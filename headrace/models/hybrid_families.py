@@ -11,6 +11,7 @@ from headrace.models.descriptions import (
     alike,
     all_dense,
     attention,
+    layer_types,
     mtp_weights,
     rms_norm,
 )
@@ -18,6 +19,8 @@ from headrace.models.ropes import read_rope
 
 NET = "linear_attn"
 """name of a gated delta-net in a layer"""
+KINDS = ("full_attention", "linear_attention")
+"""of layers"""
 SHARE = 0.25
 """the part of a head that is rotated, unless config.json says another"""
 
@@ -54,10 +57,8 @@ def qwen_hybrid(c: Fields, by_key_head: bool, feed_forwards: FeedForwards = all_
     `layer_types` says, and weights of norms less one. Files of Qwen3-Next hold one layer for further tokens, which its
     config.json does not mention."""
     count, every, norm = num_layers(c), c.integer("full_attention_interval", 4), rms_norm(c, plus_one=True)
-    kinds = c.texts("layer_types")
-    kinds = kinds or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    if len(kinds) != count or {*kinds} - {"linear_attention", "full_attention"}:
-        raise c.refusal("layer_types", f"full_attention or linear_attention for each of the {count} layers")
+    usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    kinds = layer_types(c, KINDS) or usual
     bias = c.flag("attention_bias")
     full = attention(
         c, qkv_bias=bias, o_bias=bias, qk_norm="head", norm=norm, rope=read_rope(c, share=SHARE), output_gate=True

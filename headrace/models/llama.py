@@ -50,10 +50,12 @@ class LlamaDecoderLayer(Layer):
         else:
             assert spec is not None
             self.self_attn = Attention(layer.mixer, spec, context)
+        self.block = block.block
         if isinstance(block, spec_of.Experts):
-            self.mlp: Layer = SparseMoE(block, context)
+            feed_forward: Layer = SparseMoE(block, context)
         else:
-            self.mlp = GatedMLP(block, context) if block.gated else PlainMLP(block, context)
+            feed_forward = GatedMLP(block, context) if block.gated else PlainMLP(block, context)
+        self.add_module(self.block, feed_forward)
 
     def forward(
         self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
@@ -68,7 +70,7 @@ class LlamaDecoderLayer(Layer):
             _, residual = self.sum(hidden, residual)
         else:
             x, residual = getattr(self, self.before_block)(hidden, residual)
-        hidden = self.mlp(x)
+        hidden = getattr(self, self.block)(x)
         if self.after_block:
             hidden, _ = getattr(self, self.after_block)(hidden)
         return hidden, residual

@@ -46,7 +46,7 @@ from headrace.models.checkpoint import (
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
-from headrace.models.registry import resolve
+from headrace.models.registry import describe, resolve
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
 from headrace.quantization.checkpoint_format import kv_cache_type
 from headrace.quantization.scheme import Scheme, Slot
@@ -121,11 +121,11 @@ def load_model(
 
 def _text_headers(config: ModelConfig) -> tuple[Headers, Counter[str]]:
     """Return what gives the tensors of a file's header that are of text, and a count of others, which it fills."""
-    others: Counter[str] = Counter()
+    others, names = Counter[str](), describe(config).names
 
     @functools.cache
     def read(file: Path) -> list[StoredTensor]:
-        kept, found = text_tensors(stored_tensors(file), config)
+        kept, found = text_tensors(stored_tensors(file), config, names)
         others.update(found)
         return kept
 

@@ -14,7 +14,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             "FalconH1ForCausalLM", "NemotronHForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM",
-            "Zamba2ForCausalLM", "GraniteMoeHybridForCausalLM",
+            "Zamba2ForCausalLM",
         ),
         MAMBA.format("Mamba-2"),
     ),

@@ -37,6 +37,8 @@ class ModelEntry:
     """fields that config.json must have, because the family's default for them is not the usual one"""
     defaults: dict[str, Any] = field(default_factory=dict)
     """values of fields that config.json may leave out"""
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    """what `layer_types` may say"""
 
     def spec(self, fields: Fields) -> ModelSpec:
         """Describe the model of `fields`, those of the text part of a config.json. Raises UnsupportedModelError for a
@@ -63,13 +65,13 @@ class ModelEntry:
         spec = None if own else self.spec(config.fields)
         if spec is not None and spec.is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
-        if spec is None or not any(layer.mixer.kind == "state" or layer.mixer.sparse_top_k for layer in spec.layers):
-            descriptions.layer_types(config.fields)
+        descriptions.layer_types(config.fields, self.layer_kinds)
         return [*own, *_shape_reasons(config), *_feature_reasons(config)]
 
 
 OF_MODEL = (
     "vision_weights", "draft_weights", "norm", "embedding_scale", "rounds_embedding_scale", "logit_scale", "logit_cap",
+    "names",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -112,6 +114,10 @@ OF_DELTA = {
     "norm_topk_prob": True,
 }
 
+OF_LLAMA4 = {PER_TOKEN: 1, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+LLAMA4 = (expert_families.llama4, *LLAMA, (KV_HEADS, "head_dim"), OF_LLAMA4, expert_families.CHUNKS)
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+
 MODELS = (
     _llama("LlamaForCausalLM"),
     ModelEntry("MistralForCausalLM", MISTRAL, *LLAMA, (KV_HEADS,)),
@@ -129,11 +135,11 @@ MODELS = (
         "Qwen3MoeForCausalLM", KV_HEADS, PER_TOKEN, WIDTH, windows=descriptions.switched_window,
         feed_forwards=descriptions.qwen_experts, mlp_bias=False, qk_norm="head",
     ),
-    ModelEntry("Qwen3NextForCausalLM", QWEN3_NEXT, *LLAMA, DELTA, OF_DELTA),
-    ModelEntry("Qwen3_5ForCausalLM", QWEN3_5, *LLAMA, DELTA, OF_DELTA),
-    ModelEntry("Qwen3_5ForConditionalGeneration", QWEN3_5, *LLAMA, DELTA, OF_DELTA),
-    ModelEntry("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA),
-    ModelEntry("Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA),
+    ModelEntry("Qwen3NextForCausalLM", QWEN3_NEXT, *LLAMA, DELTA, OF_DELTA, hybrid_families.KINDS),
+    ModelEntry("Qwen3_5ForCausalLM", QWEN3_5, *LLAMA, DELTA, OF_DELTA, hybrid_families.KINDS),
+    ModelEntry("Qwen3_5ForConditionalGeneration", QWEN3_5, *LLAMA, DELTA, OF_DELTA, hybrid_families.KINDS),
+    ModelEntry("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA, hybrid_families.KINDS),
+    ModelEntry("Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, *LLAMA, DELTA, OF_DELTA, hybrid_families.KINDS),
     ModelEntry(
         "GptOssForCausalLM", descriptions.gpt_oss, *LLAMA,
         needs=(KV_HEADS, "head_dim", "num_local_experts", PER_TOKEN, "rms_norm_eps"),
@@ -172,11 +178,23 @@ MODELS = (
     ModelEntry("Ernie4_5ForCausalLM", ERNIE, *LLAMA, (KV_HEADS, "head_dim"), TIED),
     ModelEntry("Glm4MoeForCausalLM", expert_families.glm4_moe, *LLAMA, (KV_HEADS,)),
     ModelEntry("MiniMaxM2ForCausalLM", expert_families.minimax_m2, *LLAMA, (KV_HEADS,)),
+    ModelEntry(
+        "Dots1ForCausalLM", expert_families.dots1, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH), {"norm_topk_prob": False}
+    ),
+    ModelEntry("Ernie4_5_MoeForCausalLM", expert_families.ernie_moe, *LLAMA, (KV_HEADS,), TIED),
+    ModelEntry("GraniteMoeForCausalLM", expert_families.granite_moe, *LLAMA, (KV_HEADS,)),
+    ModelEntry("GraniteMoeSharedForCausalLM", expert_families.granite_moe, *LLAMA, (KV_HEADS,)),
+    ModelEntry(
+        "GraniteMoeHybridForCausalLM", expert_families.granite_hybrid, *LLAMA, (KV_HEADS,),
+        layer_kinds=("attention", "full_attention"),
+    ),
     ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
     ModelEntry(
         "Qwen3VLMoeForConditionalGeneration", expert_families.qwen3_vl_moe, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
         {"norm_topk_prob": True},
     ),
+    ModelEntry("Llama4ForCausalLM", *LLAMA4),
+    ModelEntry("Llama4ForConditionalGeneration", *LLAMA4),
     ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),
     ModelEntry("DeepseekV3ForCausalLM", latent_families.deepseek_v3, *LLAMA),
     ModelEntry("Glm4MoeLiteForCausalLM", latent_families.glm4_moe_lite, *LLAMA),
@@ -184,11 +202,11 @@ MODELS = (
     ModelEntry("KimiK25ForConditionalGeneration", latent_families.deepseek_v3, *LLAMA),
     ModelEntry("MistralLarge3ForCausalLM", latent_families.mistral_large3, *LLAMA, (PER_TOKEN,)),
     ModelEntry("Mistral4ForCausalLM", latent_families.mistral_large3, *LLAMA, (PER_TOKEN,)),
-    ModelEntry("DeepseekV32ForCausalLM", latent_families.deepseek_v32, *LLAMA, (PER_TOKEN,)),
+    ModelEntry("DeepseekV32ForCausalLM", latent_families.deepseek_v32, *LLAMA, (PER_TOKEN,), layer_kinds=INDEXED),
     ModelEntry(
-        "GlmMoeDsaForCausalLM", partial(latent_families.deepseek_v32, interleaved=True), *LLAMA, (PER_TOKEN,)
+        "GlmMoeDsaForCausalLM", partial(latent_families.deepseek_v32, interleaved=True), *LLAMA, (PER_TOKEN,),
+        layer_kinds=INDEXED,
     ),
-    ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
 )  # fmt: skip
 
 DESCRIBED = {entry.architecture: entry for entry in MODELS}

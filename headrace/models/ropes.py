@@ -78,7 +78,9 @@ def _check_numbers(scaling: Fields) -> None:
     """Raise UnsupportedModelError for a number with which frequencies cannot be computed."""
     for name in NUMBERS:
         scaling.number(name, 1.0, above=1e-9, maximum=MOST)
-    scaling.number("high_freq_factor", MOST, above=scaling.number("low_freq_factor", 0.0))
+    low = scaling.number("low_freq_factor", 0.0)
+    if scaling.number("high_freq_factor", MOST) < low:
+        raise scaling.refusal("high_freq_factor", f"at least low_freq_factor ({low:g})")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):
         scaling.number(name, 1.0)
     scaling.flag("truncate", True)

@@ -294,6 +294,9 @@ def compile_experts(target):
                 groups = max(1, num_experts // 32)
                 scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5, groups, max(1, groups // 2))
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
+                scaled = replace(experts, router=router[:-1], scoring=moe_route.Scoring(True), scales_input=True)
+                moe.fused_moe(x[:1], scaled, x[:1], x[:1])
+                moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:
                 sorted_pairs = moe_config.pick_moe_config(40, 1, 1, "fp8", family)
@@ -303,7 +306,7 @@ def compile_experts(target):
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups", "int4 per output")
     counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 2048, 8)  # for each row of the tables; so many for each target
     for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, counts):
-        experts = tiled_experts(kind, dtype)
+        experts = replace(tiled_experts(kind, dtype), scales_input=kind in ("nvfp4", "fp8 blocks"))
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
         for kernel in kernels:
             report(f"experts {kernel.__name__} {kind} {dtype} {num_tokens}", kernel, known)

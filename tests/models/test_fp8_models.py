@@ -116,7 +116,7 @@ class RoundInputs(TorchFunctionMode):
         self.held = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.linear, Tensor.matmul) and args[1].untyped_storage().data_ptr() in self.held:
+        if func in (F.linear, Tensor.matmul, torch.bmm) and args[1].untyped_storage().data_ptr() in self.held:
             args = rounded(args[0]), *args[1:]
         return func(*args, **(kwargs or {}))
 
@@ -130,7 +130,8 @@ def round_weights(model: torch.nn.Module, found: Driver) -> list[Tensor]:
         for part in one.spec.parts
         if one.scheme.format == PLAIN
     }
-    turned = any(getattr(module, "is_transposed", False) for module in model.modules())  # experts [inputs, outputs]
+    modules = [*model.modules()]
+    turned = any(getattr(one, "is_transposed", "Llama4" in type(one).__name__) for one in modules)  # experts [in, out]
     weights = []
     for name, weight in model.named_parameters():
         _, _, own = name.removesuffix(".weight").rpartition("layers.")
@@ -186,7 +187,7 @@ def check_notes(scheme: str, plain: Driver, found: Driver) -> None:
     (note,) = (one for one in found.model.notes if one.startswith(f"Quantization {scheme}: "))
     assert [one for one in found.model.notes if one != note] == plain.model.notes
     assert "lm_head" in note
-    assert ("mlp (router)" in note) == sparse
+    assert (" (router)" in note) == sparse
     shared = found.config.raw.get("shared_expert_intermediate_size", 64)
     odd = f"shared_expert.down_proj ({shared} inputs, not a multiple of 16)"
     assert (odd in note) == (shared % 16 != 0)

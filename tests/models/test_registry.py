@@ -164,8 +164,8 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "mscale": "x"}}, '`rope_scaling.mscale` is "x"; must be a finite'),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, r'`rope_scaling.rope_type` is \["yarn"\]; must be a text'),
         (
-            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
-            "`rope_scaling.high_freq_factor` is 1.0; must be a finite number above 1",
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}},
+            "`rope_scaling.high_freq_factor` is 0.5; must be at least low_freq_factor .1.",
         ),
         ({"use_sliding_window": "yes"}, '`use_sliding_window` is "yes"; must be true or false'),
         ({"use_sliding_window": True, "sliding_window": -8}, "`sliding_window` is -8; must be an integer from 1"),

@@ -113,6 +113,25 @@ DELTA_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size"
     "num_position_embeddings": 4,
 }
 
+GRANITE = ODD | {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.11,
+    "logits_scaling": 3.0,
+    "rms_norm_eps": 1e-2,
+}
+LLAMA4 = ODD | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 80,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 48,
+    "head_dim": 24,
+    "attention_chunk_size": 9,
+    "floor_scale": 8,
+    "attn_scale": 0.4,
+}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -252,14 +271,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "GraniteForCausalLM": {
-        "multipliers": ODD
-        | {
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.11,
-            "logits_scaling": 3.0,
-            "rms_norm_eps": 1e-2,
-        },
+        "multipliers": GRANITE,
     },
     "OlmoForCausalLM": {"clipped": ODD | {"clip_qkv": 0.9}},
     "Olmo2ForCausalLM": {"one-kv-head": ODD | {"num_key_value_heads": 1}},
@@ -343,6 +355,28 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"head_dim": 24, "rotary_dim": 12, "num_key_value_heads": 1}
         | {"num_local_experts": 7, "num_experts_per_tok": 3},
     },
+    "Dots1ForCausalLM": {
+        "windows": LATENT
+        | {"head_dim": 24, "num_key_value_heads": 1, "first_k_dense_replace": 1, "sliding_window": 9}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.5},
+    },
+    "Ernie4_5_MoeForCausalLM": {
+        "biases": ODD
+        | {"head_dim": 24, "num_key_value_heads": 1, "num_hidden_layers": 4, "moe_layer_end_index": 2}
+        | {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 24},
+    },
+    "GraniteMoeForCausalLM": {"multipliers": GRANITE | {"num_local_experts": 7, "num_experts_per_tok": 3}},
+    "GraniteMoeSharedForCausalLM": {
+        "shared": GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 48, "tie_word_embeddings": True},
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "experts": GRANITE
+        | {"num_local_experts": 5, "shared_intermediate_size": 48, "layer_types": ["full_attention"] * 3},
+        "dense": GRANITE
+        | {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["full_attention"] * 3}
+        | {"position_embedding_type": "rope"},
+    },
     "OlmoeForCausalLM": {
         "wide-norms": ODD | {"num_experts": 7, "num_experts_per_tok": 3, "num_key_value_heads": 1},
     },
@@ -354,6 +388,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}
             | {"intermediate_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 4}
         },
+    },
+    "Llama4ForCausalLM": {
+        "scout": LLAMA4
+        | {
+            "num_key_value_heads": 1,
+            "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0, "original_max_position_embeddings": 32},
+        },
+        "maverick": LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2, "attention_bias": True}
+        | {"no_rope_layers": [1, 0, 1, 1], "num_local_experts": 7},
+    },
+    "Llama4ForConditionalGeneration": {
+        "text": LLAMA4
+        | {"vision_config": {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
     },
     "DeepseekV2ForCausalLM": {
         "queries-too": LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
@@ -440,7 +488,7 @@ def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.Pret
 
 def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.Module:
     """Random weights on disk, every parameter far from its usual start (norms off one, biases off zero), so that none
-    can be dropped or swapped unseen. Returns transformers' own float32 model."""
+    can be dropped or swapped unseen. Returns transformers' own float32 model, or its text part if it has a head."""
     model_class = reference_class(architecture)
     config = tiny_config(architecture, VARIANTS[architecture][variant])
     torch.manual_seed(7)
@@ -449,7 +497,8 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
     model.save_pretrained(folder)
     if architecture in REFERENCES:
         _as_published(folder, architecture)
-    return model
+    text = getattr(model, "language_model", None)
+    return text if type(text).__name__.endswith("ForCausalLM") else model
 
 
 def fill_at_random(model: torch.nn.Module, seed: int) -> None:

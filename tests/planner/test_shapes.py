@@ -39,6 +39,10 @@ FIELDS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 0,
     "shared_expert_intermediate_size": 48,
     "n_routed_experts": 4,
     "first_k_dense_replace": 0,
@@ -57,9 +61,14 @@ FIELDS: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-EXPERTS = ("Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4")
+EXPERTS = (
+    "Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4",
+    "Llama4", "Dots1",
+)  # fmt: skip
 """how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""
+OWN: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3}}
+"""fields that no other family has so"""
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -97,7 +106,7 @@ def test_tied_embeddings_serve_as_head() -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_every_family_that_is_served_can_be_counted(architecture: str) -> None:
-    found = shape_of({**FIELDS, "architectures": [architecture]}, "tiny")
+    found = shape_of({**FIELDS, **OWN.get(architecture, {}), "architectures": [architecture]}, "tiny")
     assert found.num_layers == 3
     assert found.is_moe == (architecture.startswith(EXPERTS) or "Moe" in architecture)
     for layer in {group.layer for group in found.groups} if found.is_moe else ():
@@ -275,7 +284,9 @@ WILD: list[Any] = [None, True, 0, -1, 1, 2.5, 1e400, float("nan"), 10**400, 2**3
 @pytest.mark.parametrize("count", [3, pytest.param(len(WILD), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*catalogue(), *SERVED])
 def test_whatever_a_field_holds_parameters_are_counted_or_one_line_is_said(name: str, count: int) -> None:
-    config = catalogue()[name].config if name in catalogue() else {**FIELDS, "architectures": [name]}
+    config = (
+        catalogue()[name].config if name in catalogue() else {**FIELDS, **OWN.get(name, {}), "architectures": [name]}
+    )
     for path in _paths(config):
         for value in random.sample(WILD, count):
             changed = copy.deepcopy(config)

@@ -50,8 +50,8 @@ def test_routes_and_sorts(size, block_m, half):
     renormalize = bool(torch.rand(()) < 0.5)
     expected = route_reference(logits, top_k, renormalize, block_m)
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
-    for bias in (None, torch.randn(num_experts)):
-        scoring = Scoring(True, bias, 2.5)
+    bias = torch.randn(num_experts)
+    for scoring in (Scoring(True, None, 2.5), Scoring(True, bias, 2.5), Scoring(False, bias)):
         expected = route_reference(logits, top_k, renormalize, block_m, scoring)
         assert_same_routing(route(logits, top_k, renormalize, block_m, scoring), expected)
     rounded = logits.to(half)
@@ -129,7 +129,7 @@ def make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **o
     router = torch.randn(num_experts + (has_shared is True), hidden).to(dtype) * 0.4
     w13, w2 = torch.randn(num_experts, 2 * n, hidden) * hidden**-0.5, torch.randn(num_experts, hidden, n) * n**-0.5
     norm = (torch.rand(hidden) + 0.5).to(dtype)
-    options = {"renormalize": bool(torch.rand(()) < 0.5), **options}
+    options = {"renormalize": bool(torch.rand(()) < 0.5), "scales_input": bool(torch.rand(()) < 0.5), **options}
     if has_shared == "without a gate":
         options["scoring"] = Scoring(True, torch.randn(num_experts), 2.5)
     experts = Experts(norm, 1e-3, router, w13.to(dtype), w2.to(dtype), top_k, **options)
@@ -143,8 +143,8 @@ def in_float32(experts):
     return replace(experts, **wide)
 
 
-def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, has_shared=False):
-    x, experts, shared, residual = make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared)
+def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, has_shared=False, **options):
+    x, experts, shared, residual = make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **options)
     wide = [None if tensor is None else tensor.float() for tensor in (x, shared, residual)]
     expected, expected_ids = fused_moe_reference(wide[0], in_float32(experts), *wide[1:])
     out, ids = fused_moe(x, experts, shared, residual, config)
@@ -167,6 +167,24 @@ def test_layers(config, size, has_shared):
         num_tokens = min(num_tokens, 4)
     config = WAYS[config]
     run(num_tokens, *rest, config, has_shared=has_shared)
+
+
+@pytest.mark.parametrize(("config", "top_k"), [("one by one", 1), ("tiles", 1), ("one by one", 3), ("swapped", 3)])
+def test_weights_of_experts_are_factors_of_what_they_are_given(config, top_k):
+    config = WAYS[config]
+    run(4, 48, 5, 20, top_k, config, has_shared="without a gate", scales_input=True)
+    x, experts, *_ = make_layer(4, 48, 5, 20, top_k, torch.float32, False, scales_input=True)
+    sums = [fused_moe(x, replace(experts, scales_input=scaled), None, None, config)[0] for scaled in (True, False)]
+    if top_k > 1:  # of one expert the softmax may be near one
+        assert (sums[0] - sums[1]).norm() > 0.05 * sums[1].norm()
+
+
+def test_of_large_logits_the_larger_is_chosen_though_their_sigmoids_are_one():
+    logits = torch.tensor([[20.0, 30.0, 40.0, -3.0], [-200.0, -150.0, -120.0, -130.0]])
+    for found in (route, route_reference):
+        routing = found(logits, 2, False, 0, Scoring(True))
+        assert routing.ids.tolist() == [[2, 1], [2, 3]]
+        torch.testing.assert_close(routing.weights, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
 
 
 @sampled(("dtype", "config"), [torch.float16, torch.bfloat16], WAYS)
