@@ -35,6 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 OVER_FP8 = 4e-3
 """attention over an fp8 cache, beside a reference on the same quantized cache"""
+BYTES_A_PROCESS = 12 * 2**30
+"""GPU memory of a process: its context, compiled kernels and the largest case with its reference"""
 SCALE = 1 if ON_GPU else 20
 """Lengths are divided by this."""
 Check = tuple[str, Callable[[], float], float]
@@ -204,8 +206,11 @@ def run_checks(shard: int, of: int, smoke: bool = False) -> bool:
 
 
 def run_all_checks() -> bool:
-    """Run the checks in one process a core, since compiling each kernel for each shape, on the host, takes long."""
+    """Run the checks in one process a core, since compiling each kernel for each shape, on the host, takes long; in
+    fewer where the GPU's memory is too small for so many."""
     of = min(16, len(os.sched_getaffinity(0)))
+    if ON_GPU:
+        of = max(1, min(of, torch.cuda.get_device_properties(0).total_memory // BYTES_A_PROCESS))
     command = [sys.executable, __file__, "--shard"]
     shards = [subprocess.Popen([*command, f"{shard}/{of}"]) for shard in range(of)]
     codes = [shard.wait() for shard in shards]
