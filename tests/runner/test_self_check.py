@@ -53,6 +53,7 @@ ELSEWHERE = {
     "clip": ("OlmoForCausalLM", "clipped"),
     "fused_moe": ("MixtralForCausalLM", "full"),
     "latent_rotary_and_cache": ("DeepseekV2ForCausalLM", "queries-too"),
+    **dict.fromkeys(("index_scores", "top_keys"), ("DeepseekV32ForCausalLM", "sparse-groups")),
     **dict.fromkeys(("gate_heads", "gated_delta_step", "gated_delta_scan"), ("Qwen3NextForCausalLM", "hybrid")),
 }
 """kernel of which the demo model has none -> a tiny model that has it"""
@@ -80,11 +81,13 @@ def broken(name: str, factor: float = 1.05) -> Callable[..., Any]:
     kernel = copied(name)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        value, out = kernel(*arguments, **options), options.get("out")
-        if value is None:  # it writes to its first argument
-            arguments[0].copy_(disturbed(arguments[0], factor))
-        elif out is not None:
-            out.copy_(disturbed(out, factor))
+        value, written = kernel(*arguments, **options), options.get("out")
+        if value is None:
+            written = arguments[0]
+        elif any(value is one for one in arguments):
+            written = value
+        if written is not None:
+            written.copy_(disturbed(written, factor))
         return disturbed(value, factor)
 
     return run
