@@ -29,7 +29,7 @@ RESIDENT = {16: 2, 32: 2, 64: 1}
 EXPANDED: dict[tuple[str, int], AttentionConfig] = {
     # (family, bytes of an element of queries): tiles of queries of one head
     ("cuda", 2): AttentionConfig(128, 64, 8, 3),
-    ("cuda", 4): AttentionConfig(32, 32, 4, 1),
+    ("cuda", 4): AttentionConfig(16, 32, 8, 1),
     ("hip", 2): AttentionConfig(64, 32, 4, 1),
     ("hip", 4): AttentionConfig(32, 32, 4, 1),
 }
