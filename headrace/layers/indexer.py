@@ -22,6 +22,10 @@ MOST_SCORES = 1 << 25
 """scores that are held at once; queries of a step that have more are served one part after the other"""
 
 
+IndexInput = tuple[Tensor, Tensor, Tensor]
+"""what `Indexer.forward` returns of a step's tokens, and how much each head counts # [num_tokens, heads]"""
+
+
 class Indexer(Layer):
     """Computes one layer's index, the same on every rank."""
 
@@ -39,17 +43,18 @@ class Indexer(Layer):
         self.unscaled = torch.ones(2, device=context.device)
         """the scale of keys in an fp8 cache, which a norm keeps in its range"""
 
-    def forward(self, latent: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-        """Return # [num_tokens, (heads + 1) * dim + heads]: queries made of their latents [num_tokens, q_rank], the
-        normed key [num_tokens, dim], and how much each head counts [num_tokens, heads]."""
-        return torch.cat((self.wq_b(latent), self.k_norm(key.contiguous())[0], weights), dim=1)
+    def forward(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries # [num_tokens, heads * dim] made of their latents [num_tokens, q_rank], and the normed key
+        # [num_tokens, dim]."""
+        return self.wq_b(latent), self.k_norm(key)[0]
 
-    def choose(self, index: Tensor, index_keys: Tensor, metadata: AttentionMetadata, angles: Angles) -> Tensor | None:
-        """Write the keys of what `forward` returned to `index_keys` # [1, num_blocks, block_size, 1, dim], and return
+    def choose(
+        self, index: IndexInput, index_keys: Tensor, metadata: AttentionMetadata, angles: Angles
+    ) -> Tensor | None:
+        """Write the keys of `index` to `index_keys` # [1, num_blocks, block_size, 1, dim], and return
         the positions of the keys that each query is to read # [num_tokens, sparse_top_k] int32, behind them -1 where
         it sees fewer; None: every query sees so few keys that it reads them all."""
-        top_k, width = self.top_k, self.heads * self.dim
-        q, key, weights = index.split_with_sizes((width, self.dim, self.heads), dim=1)
+        top_k, (q, key, weights) = self.top_k, index
         q, key = q.unflatten(1, (self.heads, self.dim)), key.unsqueeze(1)
         slots = metadata.slot_mappings[self.spec.group]
         scale = self.unscaled if index_keys.dtype.itemsize == 1 else None

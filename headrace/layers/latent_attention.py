@@ -106,7 +106,7 @@ class LatentAttention(Layer):
             q = self.q_b_proj(latent)
         if self.indexer is not None:
             kv_cache, index_keys = kv_cache
-            index = self.indexer(latent, others[0], others[2]), index_keys, angles
+            index = *self.indexer(latent, others[0]), others[2], index_keys, angles
         q = self._rotated(q, kv, kv_cache, metadata, angles)
         if metadata.cut is None:
             attended = self._attend(q, kv_cache, metadata, *index)
@@ -130,17 +130,23 @@ class LatentAttention(Layer):
         q: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        index: Tensor | None = None,
+        index_q: Tensor | None = None,
+        index_key: Tensor | None = None,
+        index_weights: Tensor | None = None,
         index_keys: Tensor | None = None,
         angles: Angles = NO_ANGLES,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return # [num_tokens, num_heads, v_head_dim]; `index`: what the layer's own index makes of the tokens."""
+        """Return # [num_tokens, num_heads, v_head_dim]; `index_...`: what the layer's own index makes of the tokens,
+        and its cache."""
         chosen = None
         if self.spec.sparse_top_k is not None:
             if self.indexer is not None:
-                assert index is not None
+                assert index_q is not None
+                assert index_key is not None
+                assert index_weights is not None
                 assert index_keys is not None
+                index = index_q, index_key, index_weights
                 metadata.plan[CHOSEN] = self.indexer.choose(index, index_keys, metadata, angles)
             chosen = metadata.plan[CHOSEN]
         return self.attend(q, self.kv_b_proj.heads, kv_cache, metadata, self.spec, self.kv_scale, out, chosen)

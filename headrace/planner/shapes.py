@@ -17,7 +17,7 @@ from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
 from headrace.models.registry import DESCRIBED, find_entry
 from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
 from headrace.quantization.checkpoint_integers import HEAD
-from headrace.quantization.formats import PLAIN, WeightFormat, find_format
+from headrace.quantization.formats import MADE_AT_LOAD, PLAIN, WeightFormat, find_format
 from headrace.quantization.linear_rules import PARTS
 
 
@@ -156,7 +156,7 @@ class ModelShape:
     def format_for(self, wanted: str | None) -> str:
         """Return the format of the linears where `wanted` is asked for: the checkpoint's, where that is None, or where
         both are of the kind that is made at load."""
-        if wanted is None or (find_format(wanted).made_at_load and self.held.made_at_load):
+        if wanted is None or (find_format(wanted).made_at_load and self.held.name in MADE_AT_LOAD):
             return self.weight_format
         return wanted
 
@@ -174,6 +174,11 @@ class ModelShape:
     def bytes_per_weight(self, weight_format: str) -> float:
         """Return the bytes of a weight in `weight_format`, scales included."""
         return self.format_of(weight_format).bytes_per_weight
+
+
+def _stored(format: WeightFormat) -> WeightFormat:
+    """Return a format as a checkpoint holds it, which rounds nothing at load."""
+    return replace(format, made_at_load=False)
 
 
 def rank_shares(mixer: Mixer, tp: int) -> dict[str, float]:
@@ -210,8 +215,8 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             spec=spec,
             dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
             source=source or name,
-            held=checkpoint.main.format,
-            held_parts=tuple(parts.get(part, PLAIN) for part in PARTS),
+            held=_stored(checkpoint.main.format),
+            held_parts=tuple(_stored(parts.get(part, PLAIN)) for part in PARTS),
             held_head=PLAIN if spec.tied_embeddings else checkpoint.format_for(HEAD).format,
             fp8_kv_cache=holds_kv_scales(quantization),
         )

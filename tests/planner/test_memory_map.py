@@ -142,6 +142,8 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     config = copy.deepcopy(catalogue()[name].config)
     for fields in (config, config.get("text_config", {})):
         fields.pop("quantization_config", None)
+        if "max_position_embeddings" in fields:  # tables of angles are no weights, and are as long
+            fields["max_position_embeddings"] = min(fields["max_position_embeddings"], 32768)
     built = ModelConfig.from_dict(config, defaults=SERVED[config["architectures"][0]].defaults)
     context = make_context(built, Mesh(Group(0, tp)), torch.bfloat16)
     model = build_model(built, context)
@@ -386,7 +388,9 @@ def test_whatever_is_asked_the_map_is_consistent(
     else:
         assert found.missing > 0
     assert find(gpu_memory_utilization=0.95).kv_tokens >= found.kv_tokens
-    assert find(kv_dtype_bytes=1.0).kv_tokens >= found.kv_tokens
+    # states in pages of their own leave more of a page unused where blocks are small
+    loss = 0.95 if any(layer.mixer.kind == "state" for layer in shape.spec.layers) else 1.0
+    assert find(kv_dtype_bytes=1.0).kv_tokens >= loss * found.kv_tokens
     assert find(max_num_batched_tokens=16384).kv_pool <= found.kv_pool
     wider = find(parallel=dataclasses.replace(parallel, tp=2 * parallel.tp))
     assert wider.weight_bytes <= found.weight_bytes

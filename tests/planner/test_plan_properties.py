@@ -166,7 +166,8 @@ def follows_no_false_claim(made: Plan) -> None:
     # All sequences at their longest need not fit at once: the cache bounds them by what they hold on the way.
     assert request.max_num_seqs is None
     most = made.decision("max_num_seqs")
-    if most.runner_up and not any(group.mixer.window for group in made.shape.groups):
+    by_length = not any(group.mixer.window or group.mixer.kind == "state" for group in made.shape.groups)
+    if most.runner_up and by_length:  # a window or a state holds as much for a long request as for a short one
         assert (most.value + 1) * (request.prompt_len + request.answer_len / 2) > memory.kv_tokens
     # What is on by default stays on; guesses are not made where nobody knows how many are right.
     assert value(made, "enable_chunked_prefill") is True

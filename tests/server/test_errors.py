@@ -76,7 +76,6 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("ebnf", "a ::= b", "no rule `root`"),
     ("json_schema", {"type": "string", "pattern": "["}, "json_schema: unclosed"),
     ("grammar", "root ::= (", "is not closed"),
-    ("use_beam_search", True, "not yet supported"),
     ("truncate_prompt_tokens", 5, "not yet supported"),
     ("priority", 1, "--scheduling-policy"),
     ("priority", HUGE, "priority"),
@@ -232,7 +231,7 @@ def test_unknown_model() -> None:
 
 
 def test_unknown_route_and_method() -> None:
-    for path in ("/", "/v1", "/v1/embeddings", "/v1/completions/", "//v1/completions", "/health/"):
+    for path in ("/v1", "/v1/embeddings", "/v1/completions/", "//v1/completions", "/health/"):
         assert error_of(send(make_app(), "GET", path), 404)["code"] == "not_found"
     answer = send(make_app(), "GET", "/v1/completions")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
