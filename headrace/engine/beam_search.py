@@ -25,7 +25,6 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     """the power of a length by which the sum of an output's log-probabilities is divided"""
-    include_stop_str_in_output: bool = False
 
 
 @dataclass
