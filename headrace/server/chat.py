@@ -22,7 +22,7 @@ from headrace.server.answers import (
     Usage,
 )
 from headrace.server.chat_grammar import chat_grammar
-from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of
+from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of, read_new
 from headrace.server.chat_prompt import (
     RENDERED_INLINE_BYTES,
     is_slow_to_render,
@@ -148,6 +148,14 @@ def _parsing(serving: Serving, request: ChatCompletionRequest, use: ToolUse | No
     )
 
 
+def reasoning_count(serving: Serving, parsing: Parsing | None) -> ReasoningCount | None:
+    """Return a count of the tokens of an answer's reasoning; None if they cannot be told apart."""
+    tokenizer = serving.engine.tokenizer
+    if parsing is None or parsing.reasoning is None or tokenizer is None:
+        return None
+    return ReasoningCount.of(tokenizer, parsing.reasoning, parsing.reasoning_open)
+
+
 @dataclass
 class _OpenChoice:
     """Holds a choice of a stream that is parsed, and what was not sent yet of tokens that have decided nothing."""
@@ -172,8 +180,7 @@ class ChatAnswer:
         )
         self.created = int(time.time())
         self.count = UsageCount(request.stream_options)
-        if plan.parsing is not None and plan.parsing.reasoning is not None and tokenizer is not None:
-            self.count.reasoning = ReasoningCount.of(tokenizer, plan.parsing.reasoning, plan.parsing.reasoning_open)
+        self.count.reasoning = reasoning_count(serving, plan.parsing)
         self.begun: set[int] = set()
         self.open: dict[int, _OpenChoice] = {}
         self.echoed = _echoed(request)
@@ -257,10 +264,7 @@ class ChatAnswer:
             choice = self.open[new.index] = _OpenChoice(ChoiceParser(parsing))
         choice.token_ids += new.token_ids
         choice.logprobs += new.logprobs or ()
-        found = choice.parser.feed(new.text)
-        if new.finish_reason is not None:
-            found += choice.parser.finish(new.finish_reason, new.stop_reason)
-        parts = [ChatChunkChoice(new.index, delta) for delta in deltas_of(found)]
+        parts = [ChatChunkChoice(new.index, delta) for delta in deltas_of(read_new(choice.parser, new))]
         if new.finish_reason is not None:
             reason = choice.parser.finish_reason(new.finish_reason)
             parts.append(ChatChunkChoice(new.index, Delta(), None, reason, new.stop_reason))

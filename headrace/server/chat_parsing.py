@@ -12,6 +12,7 @@ from headrace.parsers.events import Arguments, CallStart, Content, Event, Reason
 from headrace.parsers.formats import ReasoningFormat, ToolFormat
 from headrace.parsers.output_parser import OutputParser, join
 from headrace.parsers.tools import FunctionTool
+from headrace.request import CompletionOutput
 from headrace.server.answers import AssistantMessage, Delta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 
 MISTRAL_ID_CHARS = 9
@@ -96,6 +97,16 @@ class ChoiceParser:
         if form == "mistral":
             return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARS))
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def read_new(parser: ChoiceParser | None, new: CompletionOutput) -> list[Event]:
+    """Return what an increment of a choice has decided; without a parser its text is content."""
+    if parser is None:
+        return [Content(new.text)]
+    found = parser.feed(new.text)
+    if new.finish_reason is not None:
+        found += parser.finish(new.finish_reason, new.stop_reason)
+    return found
 
 
 def message_of(events: Sequence[Event], with_reasoning: bool) -> AssistantMessage:

@@ -21,7 +21,7 @@ from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import MAX_STOP_STRINGS
 from headrace.server.body import check_depth
 from headrace.server.chat import ChatPlan, plan_chat
-from headrace.server.chat_parsing import ChoiceParser, merged
+from headrace.server.chat_parsing import ChoiceParser, merged, read_new
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
 from headrace.server.generation import GenerationResponse, UsageCount
 from headrace.server.protocol import (
@@ -349,10 +349,12 @@ class MessageAnswer:
         self.parser = None if plan.parsing is None else ChoiceParser(plan.parsing)
         self.count = UsageCount(None)
         self.begun = False
-        self.index = -1
-        """of the newest block"""
+        self.content: list[ContentBlock] = []
+        """blocks that are complete"""
         self.block: ContentBlock | None = None
-        """that is still being written: its text so far, as a signature needs it"""
+        """that is still being written"""
+        self.texts: list[str] = []
+        """its pieces"""
 
     @property
     def parses(self) -> bool:
@@ -360,26 +362,9 @@ class MessageAnswer:
         return self.parser is not None
 
     def whole(self, outputs: list[RequestOutput]) -> Message:
-        output, new = outputs[0], outputs[0].outputs[0]
-        self.count.add(0, output)
-        self.count.add_tokens(0, new.token_ids)
-        content: list[ContentBlock] = []
-        arguments = ""
-        for event in [*merged(self._read(new)), None]:
-            if isinstance(event, Arguments):
-                arguments += event.text
-                continue
-            if content and isinstance(last := content[-1], ToolUseBlock):
-                last.input, arguments = _input(arguments), ""
-            match event:
-                case Content(text):
-                    content.append(TextBlock(text))
-                case Reasoning(text):
-                    content.append(ThinkingBlock(text, _signature(text)))
-                case CallStart(_, name, id):
-                    content.append(ToolUseBlock(id or "", name, {}))
-        ending = self._ending(new)
-        return self._message(content, ending.stop_reason, ending.stop_sequence)
+        self.events(0, outputs[0])
+        ending = self._ending(outputs[0].outputs[0])
+        return self._message(self.content, ending.stop_reason, ending.stop_sequence)
 
     def events(self, prompt_index: int, output: RequestOutput) -> list[StreamEvent]:
         self.count.add(0, output)
@@ -389,7 +374,7 @@ class MessageAnswer:
             events.append(MessageStart(self._message([])))
         for new in output.outputs:
             self.count.add_tokens(0, new.token_ids)
-            for event in merged(self._read(new)):
+            for event in merged(read_new(self.parser, new)):
                 events += self._part(event)
             if new.finish_reason is not None:
                 events += [*self._closed(), MessageDelta(self._ending(new), self._usage()), MessageStop()]
@@ -398,45 +383,46 @@ class MessageAnswer:
     def last_events(self) -> list[StreamEvent]:
         return []
 
-    def _read(self, new: CompletionOutput) -> list[Event]:
-        """Return what an increment has decided."""
-        if self.parser is None:
-            return [Content(new.text)]
-        found = self.parser.feed(new.text)
-        if new.finish_reason is not None:
-            found += self.parser.finish(new.finish_reason, new.stop_reason)
-        return found
-
     def _part(self, event: Event) -> Iterator[StreamEvent]:
         """Yield the events for a part of the answer; a part of another kind than the one before begins a block."""
+        delta: BlockDelta
         match event:
             case Content(text):
                 if not isinstance(self.block, TextBlock):
                     yield from self._opened(TextBlock(""))
-                yield BlockDeltaEvent(self.index, TextBlockDelta(text))
+                delta = TextBlockDelta(text)
             case Reasoning(text):
                 if not isinstance(self.block, ThinkingBlock):
                     yield from self._opened(ThinkingBlock("", ""))
-                if isinstance(self.block, ThinkingBlock):
-                    self.block.thinking += text
-                yield BlockDeltaEvent(self.index, ThinkingDelta(text))
+                delta = ThinkingDelta(text)
             case CallStart(_, name, id):
                 yield from self._opened(ToolUseBlock(id or "", name, {}))
+                return
             case Arguments(_, text):
-                yield BlockDeltaEvent(self.index, InputJsonDelta(text))
+                delta = InputJsonDelta(text)
+        self.texts.append(text)
+        yield BlockDeltaEvent(len(self.content), delta)
 
     def _opened(self, block: ContentBlock) -> Iterator[StreamEvent]:
         yield from self._closed()
-        self.index += 1
-        self.block = block
-        yield BlockStart(self.index, msgspec.structs.replace(block))
+        self.block, self.texts = block, []
+        yield BlockStart(len(self.content), block)
 
     def _closed(self) -> Iterator[StreamEvent]:
-        if isinstance(self.block, ThinkingBlock):
-            yield BlockDeltaEvent(self.index, SignatureDelta(_signature(self.block.thinking)))
-        if self.block is not None:
-            yield BlockStop(self.index)
+        """Yield the events that end the open block, if there is one."""
+        block, text, index = self.block, "".join(self.texts), len(self.content)
+        match block:
+            case TextBlock():
+                self.content.append(TextBlock(text))
+            case ThinkingBlock():
+                yield BlockDeltaEvent(index, SignatureDelta(_signature(text)))
+                self.content.append(ThinkingBlock(text, _signature(text)))
+            case ToolUseBlock():
+                self.content.append(ToolUseBlock(block.id, block.name, _input(text)))
+            case None:
+                return
         self.block = None
+        yield BlockStop(index)
 
     def _ending(self, new: CompletionOutput) -> Ending:
         if isinstance(new.stop_reason, str):

@@ -10,9 +10,9 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from headrace.parsers.events import Arguments, CallStart, Content, Event, Reasoning
-from headrace.request import CompletionOutput, RequestOutput
+from headrace.request import RequestOutput
 from headrace.server.chat import ChatPlan
-from headrace.server.chat_parsing import ChoiceParser, merged
+from headrace.server.chat_parsing import ChoiceParser, merged, read_new
 from headrace.server.generation import ReasoningCount, UsageCount
 from headrace.server.replies import OPENAI, ErrorObject, Wire, named_event
 from headrace.server.response_shapes import (
@@ -72,8 +72,8 @@ class ResponseAnswer:
         self._ended = ended
         self._numbered = 0
         self._open: OutputItem | None = None
-        self._text = ""
-        """of the open item"""
+        self._texts: list[str] = []
+        """the pieces of the open item"""
 
     @property
     def parses(self) -> bool:
@@ -92,7 +92,7 @@ class ResponseAnswer:
             events += [Created(response=self.shown), InProgress(response=self.shown)]
         for new in output.outputs:
             self.count.add_tokens(0, new.token_ids)
-            for event in merged(self._read(new)):
+            for event in merged(read_new(self.parser, new)):
                 events += self._part(event)
             if new.finish_reason is not None:
                 events += self._end(new.finish_reason)
@@ -113,15 +113,6 @@ class ResponseAnswer:
     def _failed(self, error: Any) -> bytes:
         return named_event(Failed(response=self.fail(error), sequence_number=self._numbered))
 
-    def _read(self, new: CompletionOutput) -> list[Event]:
-        """Return what an increment has decided."""
-        if self.parser is None:
-            return [Content(new.text)]
-        found = self.parser.feed(new.text)
-        if new.finish_reason is not None:
-            found += self.parser.finish(new.finish_reason, new.stop_reason)
-        return found
-
     def _part(self, event: Event) -> Iterator[ResponseEvent]:
         """Yield the events for a part of the answer; a part of another kind than the one before begins an item."""
         match event:
@@ -129,7 +120,7 @@ class ResponseAnswer:
                 if not isinstance(self._open, OutputMessage):
                     yield from self._begin(OutputMessage(new_id("msg"), []))
                     yield PartAdded(**self._place(), part=OutputText(""))
-                self._text += text
+                self._texts.append(text)
                 yield TextDelta(**self._place(), delta=text)
             case Reasoning(text):
                 summary = bool(self.shown.reasoning.get("summary"))
@@ -139,22 +130,22 @@ class ResponseAnswer:
                         yield SummaryPartAdded(**self._place(), part=SummaryText(""))
                     else:
                         yield PartAdded(**self._place(), part=ReasoningText(""))
-                self._text += text
+                self._texts.append(text)
                 yield (SummaryDelta if summary else ReasoningDelta)(**self._place(), delta=text)
             case CallStart(_, name, id):
                 yield from self._begin(FunctionCallItem(new_id("fc"), id or new_id("call"), name, ""))
             case Arguments(_, text):
-                self._text += text
+                self._texts.append(text)
                 yield ArgumentsDelta(**self._place(), delta=text)
 
     def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
-        self._open, self._text = item, ""
+        self._open, self._texts = item, []
         yield ItemAdded(output_index=len(self.shown.output), item=item)
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
         """Yield the events that end the open item, if there is one."""
-        item, text, place = self._open, self._text, self._place()
+        item, text, place = self._open, "".join(self._texts), self._place()
         done: OutputItem
         match item:
             case OutputMessage():

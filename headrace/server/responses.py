@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from headrace.errors import RequestError
 from headrace.server.auth import CLIENT
-from headrace.server.chat import ChatPlan, plan_chat
-from headrace.server.generation import GenerationResponse, ReasoningCount
+from headrace.server.chat import ChatPlan, plan_chat, reasoning_count
+from headrace.server.generation import GenerationResponse
 from headrace.server.replies import ErrorObject, error_of, json_response
 from headrace.server.requests import answer_headers, receive
 from headrace.server.response_answer import ResponseAnswer, items_of
@@ -42,7 +42,7 @@ async def answer_response(serving: Serving, http: Request) -> Response:
         if messages is not None and (not found.background or store.has(client, found.id)):
             store.put(client, found, [*messages, *messages_of(items_of(found))])
 
-    answer = ResponseAnswer(plan, shown, _counted(serving, plan), ended)
+    answer = ResponseAnswer(plan, shown, reasoning_count(serving, plan.parsing), ended)
     ignored = [*received.ignored, *plan.ignored, *(["store"] if request.store and messages is None else [])]
     headers = answer_headers(serving, http, None, plan.generation, ignored)
     generating = GenerationResponse(serving, plan.generation, answer, bool(request.stream), headers)
@@ -124,10 +124,3 @@ def _shown(request: ResponsesRequest, plan: ChatPlan, stored: bool) -> ResponseO
         truncation=request.truncation or "disabled",
         user=request.user,
     )
-
-
-def _counted(serving: Serving, plan: ChatPlan) -> ReasoningCount | None:
-    parsing, tokenizer = plan.parsing, serving.engine.tokenizer
-    if parsing is None or parsing.reasoning is None or tokenizer is None:
-        return None
-    return ReasoningCount.of(tokenizer, parsing.reasoning, parsing.reasoning_open)
