@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.distributed.ranks import Kind, Ranks
 from headrace.errors import ConfigError
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _nobody(tensor: Tensor, other: int) -> Any:
+    raise ConfigError(f"a group of one rank has no member {other} to exchange a tensor with")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class Group:
     """sums over the ranks, in place, and returns its argument"""
     all_gather: Callable[[Tensor], Tensor] = _same
     """[..., n] on each rank -> [..., size * n] on all, in the order of ranks"""
+    send: Callable[[Tensor, int], Callable[[], Any]] = _nobody
+    """begins to send a tensor, which must not change meanwhile, to a member; what it returns waits until it has left.
+    What two ranks send each other arrives in order"""
+    receive: Callable[[Tensor, int], Tensor] = _nobody
+    """fills a tensor with what a member sends next, and returns it"""
 
     def most(self, values: Tensor) -> Tensor:
         """Return the largest of all ranks for each of `values` [..., n], which may be as it is given."""
@@ -54,13 +65,25 @@ class Mesh:
 
     tp: Group = Group()
     """the ranks over which each layer is split (tensor parallelism)"""
+    pp: Group = Group()
+    """the stages that pass hidden states on (pipeline parallelism)"""
+    back: Group = Group()
+    """the same ranks, for what goes from the last stage to the first: it must not wait behind hidden states"""
+    dp: Group = Group()
+    """the ranks in this one's place in other engines (data parallelism)"""
+    experts: Group = Group()
+    """all ranks that hold experts of this one's layers, whole ones each (expert parallelism)"""
     close: Callable[[], None] = lambda: None
     """leaves the groups; call it once, at the end"""
 
 
+GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "experts": "experts"}
+"""group of a Mesh -> which ranks belong to it"""
+
+
 def init_mesh(
     rank: int,
-    tp_size: int,
+    ranks: Ranks,
     rendezvous: str | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
@@ -72,37 +95,112 @@ def init_mesh(
     over gloo on loopback, CUDA ranks over NCCL. Raises ConfigError for a rank or rendezvous that cannot work, and
     torch's DistStoreError when a rank does not join in time.
     """
-    if not 0 <= rank < tp_size:
-        raise ConfigError(f"rank must be in [0, {tp_size}), got {rank}")
-    if tp_size == 1:
+    if not 0 <= rank < ranks.world:
+        raise ConfigError(f"rank must be in [0, {ranks.world}), got {rank}")
+    if ranks.world == 1:
         return Mesh()
     if not rendezvous:
-        raise ConfigError(f"tensor_parallel_size {tp_size} needs a rendezvous: the path of a file")
+        raise ConfigError(f"{ranks.world} ranks need a rendezvous: the path of a file")
     if not Path(rendezvous).parent.is_dir():
         raise ConfigError(f"rendezvous {rendezvous!r}: its folder does not exist")
-    store = dist.FileStore(rendezvous, tp_size)
+    store = dist.FileStore(rendezvous, ranks.world)
     device = torch.device(device)
     if device.type == "cuda":
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=tp_size, timeout=timeout, device_id=device)
-        group = _group(rank, tp_size, dist.all_reduce, dist.all_gather_into_tensor)
-        return Mesh(group, close=dist.destroy_process_group)
-    # Without torch's default group there is nothing to clean up but `processes`, and it listens on loopback only.
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
+        )
+        groups = _groups(rank, ranks, _nccl_group)
+        return Mesh(**groups, close=dist.destroy_process_group)
+    # Without torch's default group there is nothing to clean up but `joined`, and it listens on loopback only.
+    joined: list[Any] = []
+
+    def join(name: str, members: list[int]) -> Group:
+        if rank not in members:
+            return Group()
+        prefix = dist.PrefixStore(f"{name}-{members[0]}", store)
+        joined.append(_gloo(prefix, members.index(rank), len(members), timeout))
+        return _gloo_group(joined[-1])
+
+    groups = _groups(rank, ranks, join)
+
+    def close() -> None:
+        for processes in joined:
+            processes.shutdown()
+
+    return Mesh(**groups, close=close)
+
+
+def _groups(rank: int, ranks: Ranks, join: Callable[[str, list[int]], Group]) -> dict[str, Any]:
+    """Return the groups of `rank` that have other members. Every rank calls `join` for all groups, its own or not, in
+    one order; groups of the same ranks are one, but `back`."""
+    made: dict[tuple[int, ...], Group] = {}
+    found: dict[str, Any] = {}
+    for name, kind in GROUPS.items():
+        for other in range(ranks.world):
+            members = tuple(ranks.members(kind, other))
+            if len(members) > 1 and other == members[0] and (name == "back" or members not in made):
+                made[members] = join(name, list(members))
+        own = tuple(ranks.members(kind, rank))
+        if len(own) > 1:
+            found[name] = made[own]
+    return found
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    processes = gloo(dist.PrefixStore("tp", store), rank, tp_size, options)
-    group = _group(
-        rank,
-        tp_size,
+    return gloo(store, rank, size, options)
+
+
+def _gloo_group(processes: Any) -> Group:
+    def receive(tensor: Tensor, other: int) -> Tensor:
+        processes.recv([tensor], other, 0).wait()
+        return tensor
+
+    return _group(
+        processes.rank(),
+        processes.size(),
         lambda tensor: processes.allreduce([tensor]).wait(),
         lambda gathered, tensor: processes._allgather_base(gathered.flatten(0, 1), tensor).wait(),
+        lambda tensor, other: processes.send([tensor], other, 0).wait,
+        receive,
     )
-    return Mesh(group, close=processes.shutdown)
+
+
+def _nccl_group(name: str, members: list[int]) -> Group:
+    whole = len(members) == dist.get_world_size() and name != "back"
+    group = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined already
+
+    def send(tensor: Tensor, other: int) -> Callable[[], Any]:
+        work = dist.isend(tensor, members[other], group)
+        assert work is not None
+        return work.wait
+
+    def receive(tensor: Tensor, other: int) -> Tensor:
+        work = dist.irecv(tensor, members[other], group)
+        assert work is not None
+        work.wait()  # the current stream waits, not the host
+        return tensor
+
+    return _group(
+        members.index(dist.get_rank()) if dist.get_rank() in members else 0,
+        len(members),
+        partial(dist.all_reduce, group=group),
+        partial(dist.all_gather_into_tensor, group=group),
+        send,
+        receive,
+    )
 
 
 def _group(
-    rank: int, size: int, sum_in_place: Callable[[Tensor], Any], gather_into: Callable[[Tensor, Tensor], Any]
+    rank: int,
+    size: int,
+    sum_in_place: Callable[[Tensor], Any],
+    gather_into: Callable[[Tensor, Tensor], Any],
+    send: Callable[[Tensor, int], Callable[[], Any]],
+    receive: Callable[[Tensor, int], Tensor],
 ) -> Group:
     def all_reduce(tensor: Tensor) -> Tensor:
         sum_in_place(tensor)
@@ -113,4 +211,4 @@ def _group(
         gather_into(gathered, tensor.contiguous())
         return gathered.movedim(0, -2).flatten(-2)
 
-    return Group(rank, size, all_reduce, all_gather)
+    return Group(rank, size, all_reduce, all_gather, send, receive)

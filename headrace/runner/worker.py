@@ -19,6 +19,7 @@ import torch
 from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
+from headrace.distributed.ranks import Ranks
 from headrace.errors import OutOfMemoryError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
@@ -69,7 +70,7 @@ class Worker:
             torch.cuda.set_device(self.device)
         elif config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
-        self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
+        self.mesh = init_mesh(rank, Ranks(tp=config.tensor_parallel_size), rendezvous, self.device)
         self.memory = device_memory(self.device)
         self.model: Any = None
         self.draft: Any = None

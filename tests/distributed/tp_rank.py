@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
 
 from headrace.distributed.mesh import init_mesh
+from headrace.distributed.ranks import Ranks
 
 PROMPTS = [[5], [17, 3, 59], list(range(20, 45))]
 
@@ -49,7 +50,7 @@ def check_two(folder: Path, close: float = 1e-5) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    mesh = init_mesh(rank, 2, rendezvous, "cpu")
+    mesh = init_mesh(rank, Ranks(tp=2), rendezvous, "cpu")
     for folder in map(Path, sys.argv[3:]):
         save_file(run(Driver(folder, mesh)), folder / f"rank{rank}")
     mesh.close()
