@@ -13,6 +13,7 @@ from msgspec import structs
 from h200_parts.offline import INPUT, OUTPUT, Bench
 from h200_parts.rows import Result
 from headrace.sampling_params import SamplingParams
+from headrace.spec_decode.drafter import rows_of
 from headrace.spec_decode.ngram import NgramDrafter
 
 BATCH = 8
@@ -36,7 +37,7 @@ class StaleDrafter:
     def fill(self, input_ids: Any, metadata: Any, tables: Any) -> None:
         pass
 
-    def propose(self, tables: Any, rows: Any, longest: int) -> None:
+    def propose(self, tables: Any, batch: Any, sampled: Any) -> None:
         pass
 
 
@@ -47,13 +48,13 @@ class ForcedDrafter(StaleDrafter):
         super().__init__(num_drafts)
         self.guesses = [ALLOWED] * right + [OTHER] * (num_drafts - right)
 
-    def propose(self, tables: Any, rows: Any, longest: int) -> None:
+    def propose(self, tables: Any, batch: Any, sampled: Any) -> None:
         import torch
 
         if isinstance(self.guesses, list):
-            self.guesses = torch.tensor(self.guesses, dtype=torch.int32, device=rows.device)
-            self.places = torch.arange(self.num_drafts, device=rows.device)
-        rows = rows.long()
+            self.guesses = torch.tensor(self.guesses, dtype=torch.int32, device=batch.rows.device)
+            self.places = torch.arange(self.num_drafts, device=batch.rows.device)
+        rows = rows_of(batch, sampled).long()
         tables.token_table[rows[:, None], tables.num_known[rows, None] + self.places] = self.guesses
 
 

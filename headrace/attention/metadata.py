@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.kernels.paged import Sequences
 
 
@@ -44,6 +45,27 @@ class AttentionMetadata:
     cut: Callable[..., Tensor] | None = None
     """takes over attention's calls while a step is captured in pieces around them: layers call cut(attend, q, kv_cache,
     metadata, *rest, shape=the result's for one token) in place of attend(q, kv_cache, metadata, *rest)"""
+
+    @staticmethod
+    def of(
+        batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...], block_tables: tuple[Tensor, ...]
+    ) -> AttentionMetadata:
+        """Return what attention is told of a batch."""
+        return AttentionMetadata(
+            rows=batch.rows,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            positions=positions,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_decodes=batch.num_decodes,
+            max_prompt_len=batch.max_prompt_len,
+            prompt_keys=batch.prompt_keys,
+        )
 
     def sequences(self, group: int) -> Sequences:
         """Return the step as the kernels take it, with the block table of a cache group."""

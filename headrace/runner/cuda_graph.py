@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.errors import HeadraceError
 from headrace.graph_sizes import GraphSettings
-from headrace.runner.input_batch import Batch
 from headrace.runner.memory import DeviceMemory, device_memory, first_line, is_out_of_memory
 from headrace.runner.pending import Notes
 from headrace.spec_decode.drafter import Drafter, Tables
@@ -147,7 +147,7 @@ class Drafting:
 
     def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, None]:
         """Guess behind each row of the batch; return the last guesses # [R]."""
-        guesses = self.drafter.propose(self.tables, batch.rows, self.tables.max_model_len)
+        guesses = self.drafter.propose(self.tables, batch, None)
         return (batch.rows if guesses is None else guesses), None
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
@@ -296,7 +296,7 @@ class StepGraphs:
         key = _pieces_of(shape) if shape.kind == "piecewise" else shape
         captured = self._captured.get(key)
         if captured is None:
-            if shape.kind == "full":
+            if shape.kind != "piecewise":
                 batch = _for_any_lengths(batch, shape, self.settings.max_model_len)
             captured = self._try(key, batch)
             if captured is None:

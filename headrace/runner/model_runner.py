@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import DRAFTING, CudaDevice, Drafting, GraphDevice, Shape, StepGraphs
-from headrace.runner.input_batch import Batch, InputBatch
+from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
 from headrace.runner.request_state import RequestState
@@ -188,11 +189,10 @@ class ModelRunner:
         if self._drafting is not None and forward.shape is not None and forward.shape.decode:
             self._drafting.run(forward.shape._replace(kind=DRAFTING), batch)
             return
-        rows = batch.rows
+        sampled = None
         if not batch.decode_only:
-            sampled = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
-            rows = to_device(np.array(sampled, dtype=np.int32), self.device)
-        drafter.propose(self.tables, rows, batch.max_seq_len + 1)
+            sampled = to_device(np.flatnonzero(step.samples), self.device)
+        drafter.propose(self.tables, batch, sampled)
 
     def _proposed(self, rows: list[int]) -> tuple[list[int], Tensor]:
         """Return `rows`, and a copy for the host of the drafts behind their newest tokens."""
@@ -244,21 +244,7 @@ class ModelRunner:
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Return what attention needs to know of the step."""
-        return AttentionMetadata(
-            rows=batch.rows,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            positions=positions,
-            slot_mappings=slot_mappings,
-            block_tables=self.state.block_tables,
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            num_decodes=batch.num_decodes,
-            max_prompt_len=batch.max_prompt_len,
-            prompt_keys=batch.prompt_keys,
-        )
+        return AttentionMetadata.of(batch, positions, slot_mappings, self.state.block_tables)
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """# [num_samples, vocab_size]"""

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.cases import relative_error
 from headrace.layers.attention import Attention
 from headrace.layers.moe import SparseMoE
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape
-from headrace.runner.input_batch import Batch
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.self_check import Check, switches

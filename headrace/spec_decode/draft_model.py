@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
-from headrace.spec_decode.drafter import Tables
+from headrace.spec_decode.drafter import Tables, rows_of
 
 
 class ModelDrafter:
@@ -36,7 +37,8 @@ class ModelDrafter:
             positions = positions.clamp(max=self.longest - 1)
         self.model(input_ids, positions, metadata, tables.caches)
 
-    def propose(self, tables: Tables, rows: Tensor, longest: int) -> Tensor:
+    def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> Tensor:
+        rows, longest = rows_of(batch, sampled), batch.max_seq_len + 1
         known = tables.num_known.index_select(0, rows)
         guess = self._next(tables, rows, known, 2, longest)
         for place in range(1, self.num_drafts):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.sampling.state import SamplingState
 
@@ -49,12 +50,16 @@ class Drafter(Protocol):
         graph with the model."""
         ...
 
-    def propose(self, tables: Tables, rows: Tensor, longest: int) -> Tensor | None:
+    def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> Tensor | None:
         """Write guesses to the `num_drafts` places of tables.token_table behind the tables.num_known tokens of each
-        row in `rows` [R] int32. The last row of the tables may occur several times. `longest`: an upper bound of the
-        known tokens. Return the last guesses # [R], if it has layers.
+        row that sampled: of the requests of `batch` with the numbers `sampled` [S] int64; None: of all. The last row
+        of the tables may occur several times. Return the last guesses # [S], if it has layers.
 
-        It is called after each step that samples, with the rows that sampled. With layers it is captured in a graph for
-        steps of decodes. It must not run out of memory: the step would be computed again, though its tokens are known
-        already."""
+        It is called after each step that samples. With layers it is captured in a graph for steps of decodes. It must
+        not run out of memory: the step would be computed again, though its tokens are known already."""
         ...
+
+
+def rows_of(batch: Batch, sampled: Tensor | None) -> Tensor:
+    """Return the rows that sampled # [S] int32."""
+    return batch.rows if sampled is None else batch.rows.index_select(0, sampled)

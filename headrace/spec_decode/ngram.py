@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
-from headrace.spec_decode.drafter import Tables
+from headrace.spec_decode.drafter import Tables, rows_of
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class NgramDrafter:
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         """Do nothing: the tokens are in the row."""
 
-    def propose(self, tables: Tables, rows: Tensor, longest: int) -> None:
-        most_known = tables.max_model_len
+    def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> None:
+        rows, most_known = rows_of(batch, sampled), tables.max_model_len
         self.propose_ngram(
             tables.token_table, tables.num_known, rows, most_known, self.num_drafts, self.least, self.most
         )

@@ -12,10 +12,11 @@ from functools import cache
 import pytest
 import torch
 
+from headrace.attention.batch import Batch
 from headrace.config import GRAPH_MODES
 from headrace.request import EngineCoreRequest
 from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
-from headrace.runner.input_batch import Batch, InputBatch
+from headrace.runner.input_batch import InputBatch
 from headrace.runner.model_runner import ModelRunner
 from headrace.sampling_params import SamplingParams
 from headrace.step import SchedulerOutput

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.engine.core import EngineCore
-from headrace.runner.input_batch import Batch
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep, MaskedStep
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
-from headrace.spec_decode.drafter import Tables
+from headrace.spec_decode.drafter import Tables, rows_of
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import shapes_of
@@ -51,11 +51,11 @@ class ScriptedDrafter:
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         pass
 
-    def propose(self, tables: Tables, rows: Tensor, longest: int) -> None:
-        for row in set(rows.tolist()) - {LIMITS.max_num_seqs}:  # padding has the last
+    def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> None:
+        for row in set(rows_of(batch, sampled).tolist()) - {LIMITS.max_num_seqs}:  # padding has the last
             seed = int(tables.sampling.gather(torch.tensor([row])).seed)
             known = int(tables.num_known[row])
-            assert known <= longest
+            assert known <= batch.max_seq_len + 1
             guesses = (self.sequences[seed][known:] + [0] * self.num_drafts)[: self.num_drafts]
             is_right = {"right": 1.0, "random": 0.6, "wrong": 0.0}[self.kind]
             guesses = [token if self.rng.random() < is_right else (token + 1) % VOCAB for token in guesses]
