@@ -40,6 +40,8 @@ class Parameter:
     """the linear of ours that it is a part of, beside others over the same inputs; empty: none"""
     wide: bool = False
     """kept in float32, whatever the model's type"""
+    widened: bool = False
+    """a linear that is kept in the model's type, whatever format the checkpoint holds it in"""
 
     @property
     def size(self) -> int:
@@ -233,7 +235,8 @@ class LatentAttention:
             tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
         tensors += linear("self_attn.kv_a_proj_with_mqa", self.latent_values, hidden, "whole", bias, fused=fused)
         tensors += norm("self_attn.kv_a_layernorm", latent, of=self.norm)
-        tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
+        kv_b = linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
+        tensors += [replace(one, widened=True) for one in kv_b]  # attention multiplies with each head's part alone
         tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", bias, axis=1)
         if self.index_heads:
             keys, indexer = self.index_dim, "self_attn.indexer"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.latent_config import SELECTED
 from headrace.kernels.launch import launch
 from headrace.kernels.paged import Sequences, by_row, find_request, rows_between, rows_of
 
@@ -22,8 +23,8 @@ KEYS = 128
 """keys of a tile"""
 MOST_PROGRAMS = 1024
 """Where there are few queries, so many programs share their keys."""
-SELECTED, SELECTING_WARPS = 4096, 8
-"""scores of a chunk, and the warps that look at it"""
+SELECTING_WARPS = 8
+"""warps that look at a chunk of SELECTED scores"""
 _REFERENCE_NUMBERS = 1 << 24
 """products of heads that the reference holds at once"""
 

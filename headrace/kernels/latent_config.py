@@ -35,6 +35,12 @@ EXPANDED: dict[tuple[str, int], AttentionConfig] = {
 }
 EXPANDED_BYTES = 128 << 20
 """of the memory into which keys and values of heads are projected, allocated once"""
+MOST_SCORES = 1 << 25
+"""scores of an index that are held at once; queries of a step that have more are served one part after the other"""
+SELECTED = 4096
+"""scores of a chunk of those among which the highest are looked for"""
+SELECTING_NUMBERS = 2 * 256 / SELECTED
+"""numbers that are kept for each score meanwhile: each chunk's counts of a byte's values, twice"""
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,12 @@ from torch import Tensor
 from headrace import layer_parts, model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
+from headrace.kernels.latent_config import MOST_SCORES
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear, column_spec
 from headrace.layers.norm import LayerNorm
 from headrace.layers.rotary import Angles
-
-MOST_SCORES = 1 << 25
-"""scores that are held at once; queries of a step that have more are served one part after the other"""
-
 
 IndexInput = tuple[Tensor, Tensor, Tensor]
 """what `Indexer.forward` returns of a step's tokens, and how much each head counts # [num_tokens, heads]"""

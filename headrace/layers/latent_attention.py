@@ -43,7 +43,7 @@ class HeadsOfLatents(ColumnParallelLinear):
     def finalize(self) -> None:
         weight = self.scheme.layout.dequantize(self.spec, self.weights)["weight"].to(self.spec.dtype)
         self.heads = LatentHeads(weight.view(-1, self.per_head, self.spec.in_features), self.nope_dim)
-        self.weights, self.compute = {}, _not_applied  # nothing else needs the weight as it was loaded
+        self.weights, self.compute = {"weight": weight}, _not_applied  # nothing needs the weight as it was loaded
 
 
 CHOSEN = "chosen keys"

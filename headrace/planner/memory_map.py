@@ -14,7 +14,8 @@ from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import LayerSpec
+from headrace.kernels.latent_config import EXPANDED_BYTES, MOST_SCORES, SELECTING_NUMBERS
+from headrace.model_spec import LatentAttention, LayerSpec, Mixer
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
 from headrace.planner.weights import head_bytes
@@ -218,8 +219,9 @@ def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str
 
 
 def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
-    """Bytes of headrace's tables beside rows: cosines and sines of every position in fp32, cuBLAS's workspace, and
-    where a prompt's share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py).
+    """Bytes of headrace's tables beside rows: cosines and sines of every position in fp32, cuBLAS's workspace, where a
+    prompt's share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py), and where
+    latents are projected to (kernels/latent_prompt.py).
 
     A router calls cuBLAS in the small graphs that a start checks, too, on a stream of their own; dense layers have
     kernels of ours for so few tokens.
@@ -232,7 +234,9 @@ def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
         mixer.kind != "mla" and mixer.window is None and mixer.head_dim in COPY_ENGINE_PREFILL for mixer in mixers
     )
     unpacked = UNPACKED_BYTES if unpacks and chip.arch == "sm_90" and deployment.kv_dtype_bytes == 1 else 0
-    return angles + streams * WORKSPACE.get(chip.vendor, 0) + unpacked
+    expands = chip.vendor != "cpu" and any(mixer.kind == "mla" for mixer in mixers)
+    expanded = EXPANDED_BYTES if expands else 0
+    return angles + streams * WORKSPACE.get(chip.vendor, 0) + unpacked + expanded
 
 
 def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -> int:
@@ -262,7 +266,8 @@ def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -
             else:
                 chosen = hidden + pairs * VLLM_EXPERT_BUFFERS * (3 * width + hidden) + shared
             widest = max(widest, 2 * hidden + chosen)
-    most = tokens * widest * plain
+    longest = shape.spec.max_position_embeddings
+    most = tokens * widest * plain + max(_index_bytes(group.mixer, tokens, longest) for group in shape.groups)
     if samples and ours:  # hidden states; logits, fp32 for as many, extremes of groups, counts and weights of bins
         row = vocab * (plain + 4) + math.ceil(vocab / FILTER_GROUP) * 2 * 4 + FILTER_BINS * (4 + 8)
         most = max(most, tokens * hidden * plain + seqs * row)
@@ -270,6 +275,15 @@ def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -
         gathered = plain / tp if tp > 1 else 0
         most = max(most, 3 * tokens * hidden * plain + seqs * vocab * (plain + 8 + gathered))
     return math.ceil(most)
+
+
+def _index_bytes(mixer: Mixer, tokens: int, longest: int) -> float:
+    """What an index holds beside a layer's own numbers: the keys it chose for each token, and scores while it chooses
+    (layers/indexer.py)."""
+    if not isinstance(mixer, LatentAttention) or not mixer.index_heads:
+        return 0
+    scores = min(MOST_SCORES, tokens * longest)
+    return 4 * (tokens * (mixer.sparse_top_k or 0) + scores + scores * SELECTING_NUMBERS)
 
 
 def _graph_bytes(

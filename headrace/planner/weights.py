@@ -13,7 +13,7 @@ from headrace.model_spec import Parameter
 from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
-from headrace.quantization.formats import WeightFormat
+from headrace.quantization.formats import PLAIN, WeightFormat
 from headrace.quantization.resident import HeldLinear, resident_bytes
 
 
@@ -86,8 +86,11 @@ def _resident(
         if one.kind == "linear":
             linears.setdefault(one.fused or one.name, []).append(one)
     others = sum(one.plain_bytes(plain) * shares[one.split] for one in parameters if one.kind != "linear")
-    ours = (_held_linear(name, parts, shares, experts) for name, parts in linears.items())
-    return max(1, experts) * others + sum(resident_bytes(held, one, plain) for one in ours)
+    sizes = (
+        resident_bytes(PLAIN if parts[0].widened else held, _held_linear(name, parts, shares, experts), plain)
+        for name, parts in linears.items()
+    )
+    return max(1, experts) * others + sum(sizes)
 
 
 def _held_linear(name: str, parts: list[Parameter], shares: dict[str, float], experts: int) -> HeldLinear:
