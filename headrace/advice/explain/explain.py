@@ -1,7 +1,7 @@
 """Explains a command line of vLLM flag by flag, and writes better lines for vLLM and for headrace.
 
 It says what each setting does, on which hardware, whether it helps here, what is wrong with it, and what becomes of it
-in headrace. What a flag does stands in flags/names.json, what is to be said of it in remarks_*.py.
+in headrace. What a flag does stands in flags/names.json, what is to be said of it in remarks.json and remarks_*.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.advice.explain.better_line import better_lines
-from headrace.advice.explain.case import MASTER, Case, make_case
+from headrace.advice.explain.case import Case, make_case
 from headrace.advice.explain.command_line import SCOPES, CommandLine, parse_command, parse_commands
 from headrace.advice.explain.findings import Finding, findings_of
-from headrace.advice.explain.remark import Remark, Rule, choose
-from headrace.advice.explain.remarks_engine import ENGINE_RULES
-from headrace.advice.explain.remarks_memory import MEMORY_RULES
-from headrace.advice.explain.remarks_variables import VARIABLE_RULES, aiter_part, for_other_vendor
+from headrace.advice.explain.remark import Remark, choose
+from headrace.advice.explain.remarks_engine import ENGINE_REMARKS
+from headrace.advice.explain.remarks_memory import MEMORY_REMARKS
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.config import CHECKPOINT_WORDS
@@ -30,8 +29,8 @@ from headrace.planner.engines import model_gaps
 
 CLAIMS: dict[str, str] = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
 """What guides claim that does not hold, or not as they put it, by name."""
-RULES = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
-AITER_PART: tuple[Rule, ...] = (("", aiter_part),)
+REMARKS = {**MEMORY_REMARKS, **ENGINE_REMARKS}
+"""Setting -> what makes a remark on it where no rule applies."""
 ROUNDS = 4
 """How often a better line is examined: what mends one thing may leave, or break, another."""
 HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
@@ -158,8 +157,10 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     problem = known.problem(setting.value, case.line.engine)
     if problem is not None or (ours and fate.refused):
         return Remark("wrong", problem or fate.refused, "drop")
-    rules = RULES.get(setting.key) or (AITER_PART if setting.name.startswith(MASTER) else ())
-    remark = for_other_vendor(case, setting) or choose(rules, case, setting)
+    if known.hardware and case.vendor not in ("", known.hardware):
+        text = f"means something on {HARDWARE[known.hardware]}'s GPUs alone, not on {case.gpu}"
+        return Remark("no effect", text, "drop")
+    remark = choose(case, setting) or REMARKS.get(setting.key, lambda case, setting: None)(case, setting)
     if remark is not None:
         return remark
     if known.era.startswith("gone"):

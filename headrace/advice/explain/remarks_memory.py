@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-
 from headrace.advice.explain.case import Case, duration, size
-from headrace.advice.explain.context import OVERRIDES, changes_of, config_of, context_of, rope_theta
-from headrace.advice.explain.remark import (
-    Remark,
-    Rules,
-    costs,
-    depends,
-    fine,
-    helps,
-    no_effect,
-    not_needed,
-    unknown,
-    wrong,
-)  # fmt: skip
+from headrace.advice.explain.context import OVERRIDES, config_of
+from headrace.advice.explain.remark import MakeRemark, Remark, costs, depends, fine, helps, not_needed, unknown, wrong
 from headrace.advice.explain.setting import Setting
-from headrace.advice.flags.table import human_int
 from headrace.config import CHECKPOINT_WORDS, QUANTIZATIONS
-from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB
 
 LARGE_STEP = 16384
 """Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it."""
-FLOAT16_MAX = 65504
-BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
-"""The sizes that vLLM has."""
 
 
 def _kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
@@ -54,16 +35,6 @@ def _kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
     if case.aiter:
         text += ". AMD's pages contradict each other on AITER with it: see which backend the log names"
     return helps(text, claim="kv-dtype-shrinks-weights")
-
-
-def _calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
-    if case.kv_width != 1.0:
-        if case.may_be_set_elsewhere("--kv-cache-dtype"):
-            return None
-        return no_effect("scales belong to an fp8 cache, which --kv-cache-dtype does not ask for")
-    if case.shape is not None and case.shape.fp8_kv_cache:
-        return not_needed("this checkpoint brings its scales")
-    return helps("the scales follow from the first batch; calibrated ones in the checkpoint are better")
 
 
 def _quantization(case: Case, setting: Setting) -> Remark | None:
@@ -106,18 +77,6 @@ def _holds_compressed_tensors(model: str) -> bool:
     return "quantized.w" in model.lower()
 
 
-def _dtype(case: Case, setting: Setting) -> Remark | None:
-    value = setting.value.lower()
-    if case.shape is not None and value == case.shape.dtype:
-        return not_needed("the checkpoint's own type, as auto finds")
-    if value not in ("float16", "half"):
-        return None
-    if case.shape is not None and case.shape.dtype == "bfloat16" and case.checkpoint_format != "int4":
-        text = f"trained in bfloat16: float16 ends at {FLOAT16_MAX:,} and overflows where bfloat16 does not, at no gain"
-        return costs(f"{text} in speed")
-    return depends("right for checkpoints in float16 and for AWQ; auto finds out by itself", better="drop")
-
-
 def _max_model_len(case: Case, setting: Setting) -> Remark | None:
     length = case.asked.max_model_len
     if length is None:
@@ -137,33 +96,6 @@ def _max_model_len(case: Case, setting: Setting) -> Remark | None:
         windows = ", windows counted" if case.has_windows else ""
         text += f". One sequence that long takes {size(one)}{windows}"
     return fine(text, claim="max-model-len-preallocates")
-
-
-def _hf_overrides(case: Case, setting: Setting) -> Remark | None:
-    if case.line.find("--rope-scaling") is not None or case.line.find("--rope-theta") is not None:
-        return fine("what the rotary flags say belongs into it", better=_as_overrides(case))
-    if case.shape is None or case.line.model is None:
-        return None
-    own = context_of(config_of(case.line.model), {}, find_model(case.line.model).spec.max_position_embeddings)
-    context = case.shape.spec.max_position_embeddings
-    return fine(f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
-
-
-def _rope_flags(case: Case, setting: Setting) -> Remark | None:
-    """Remark on flags that vLLM has replaced by --hf-overrides."""
-    text = "vLLM takes it no longer: use --hf-overrides with rope_parameters, and the model's rope_theta among them"
-    return wrong(text, better=_as_overrides(case))
-
-
-def _as_overrides(case: Case) -> str:
-    """--hf-overrides for all that the line changes of config.json; "": without the model's rope_theta, which it would
-    lose, it cannot be said."""
-    changes = changes_of(case.line)
-    theta = rope_theta(config_of(case.line.model) if case.line.model else {}, changes)
-    if theta is None or case.may_be_set_elsewhere(*OVERRIDES):
-        return ""
-    changes["rope_parameters"] = {**changes.get("rope_parameters", {}), "rope_theta": theta}
-    return f"--hf-overrides {shlex.quote(json.dumps(changes))}"
 
 
 def _max_num_seqs(case: Case, setting: Setting) -> Remark | None:
@@ -224,52 +156,15 @@ def _max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
     return fine(text, claim=claim)
 
 
-def _block_size(case: Case, setting: Setting) -> Remark | None:
-    if case.asked.block_size not in BLOCK_SIZES:
-        return wrong(f"vLLM takes {', '.join(map(str, BLOCK_SIZES))}")
-    if case.asked.block_size != 1:
-        return None
-    claim = "latent-attention-needs-block-size-1"
-    if case.is_sparse_attention and case.vendor in ("amd", ""):
-        return fine("AITER's sparse attention over latents asks for it")
-    if case.shape is not None and not case.shape.is_mla:
-        text = "a block for every token: longer tables, and nothing gained outside of latent attention"
-        return costs(text, claim=claim)
-    text = "latent attention needed it in older builds (before vLLM 0.14); blocks of 16 were measured as fast"
-    return not_needed(text, claim=claim)
-
-
-def _calibration(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the prompts that scales are measured with."""
-    if case.line.find("--kv-cache-dtype") is not None and human_int(setting.value) < 512:
-        return costs("scales of a KV cache want 512 prompts or more", better="--num-calib-data 512")
-    return None
-
-
 def _format(case: Case) -> str:
     return {"bf16": "16 bits"}.get(case.weight_format, case.weight_format)
 
 
-MEMORY_RULES: Rules = {
-    "--kv-cache-dtype": (
-        ("auto !quantizes", not_needed("auto is the default: the model's own type")),
-        ("", _kv_cache_dtype),
-    ),
-    "--calculate-kv-scales": (("on", _calculate_kv_scales),),
-    "--quantization": (("", _quantization),),
-    "--dtype": (("auto", not_needed("auto is the default: the checkpoint's own type")), ("", _dtype)),
-    "--max-model-len": (("", _max_model_len),),
-    "--hf-overrides": (("", _hf_overrides),),
-    "--rope-scaling": (("vllm", _rope_flags),),
-    "--rope-theta": (("vllm", _rope_flags),),
-    "--max-num-seqs": (("", _max_num_seqs),),
-    "--gpu-memory-utilization": (("", _gpu_memory_utilization),),
-    "--max-num-batched-tokens": (("", _max_num_batched_tokens),),
-    "--block-size": (("", _block_size),),
-    "--enable-prefix-caching": (
-        ("on", not_needed("on by default")),
-        ("server", costs("prompts that start alike are computed anew each time")),
-        ("", fine("a benchmark that repeats prompts would measure the cache")),
-    ),
-    "--num-calib-data": (("", _calibration),),
+MEMORY_REMARKS: dict[str, MakeRemark] = {
+    "--kv-cache-dtype": _kv_cache_dtype,
+    "--quantization": _quantization,
+    "--max-model-len": _max_model_len,
+    "--max-num-seqs": _max_num_seqs,
+    "--gpu-memory-utilization": _gpu_memory_utilization,
+    "--max-num-batched-tokens": _max_num_batched_tokens,
 }

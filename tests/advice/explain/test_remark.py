@@ -1,44 +1,53 @@
-"""Rules of remarks: they name settings and conditions that exist, and the first that applies counts."""
+"""Rules of remarks: they name settings, conditions and facts that exist, and the first that applies counts."""
 
 from __future__ import annotations
 
+import string
+
 import pytest
 
+from headrace.advice.explain import remark
 from headrace.advice.explain.case import make_case
 from headrace.advice.explain.command_line import SCOPES, parse_command
-from headrace.advice.explain.explain import CLAIMS, RULES
-from headrace.advice.explain.remark import CONDITIONS, VERDICTS, Remark, choose, fine, no_effect
+from headrace.advice.explain.explain import CLAIMS, REMARKS
+from headrace.advice.explain.facts import CONDITIONS, CONDITIONS_OF, FACTS
+from headrace.advice.explain.remark import RULES, TEXTS, VERDICTS, Rule, choose
 from headrace.advice.flags.table import find_flag, find_variable
 
 SCOPE_NAMES = sorted({scope for scopes in SCOPES.values() for scope in scopes})
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", sorted({*RULES, *REMARKS}))
 def test_every_rule_is_for_a_known_setting_and_known_conditions(name: str) -> None:
     assert find_flag(name, SCOPE_NAMES) if name.startswith("-") else find_variable(name)
-    for condition, remark in RULES[name]:
-        assert {word.removeprefix("!") for word in condition.split()} <= CONDITIONS.keys()
-        if isinstance(remark, Remark):
-            assert remark.verdict in VERDICTS
-            assert remark.claim in ("", *CLAIMS)
+    for rule in RULES.get(name, ()):
+        for word in rule.when.replace("!", "").split():
+            condition, given, _ = word.partition(":")
+            assert condition in (CONDITIONS_OF if given else CONDITIONS)
+        named = {field for text in (rule.text, rule.better or "") for _, field, _, _ in string.Formatter().parse(text)}
+        assert named <= {None, *FACTS, *TEXTS}
+        assert rule.verdict in VERDICTS
+        assert rule.claim in ("", *CLAIMS)
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "text", "better"),
     [
-        ("vllm serve m -tp 1 --enforce-eager", "alone"),
-        ("vllm serve m -tp 2 --enforce-eager", "split"),
-        ("vllm serve m -tp 2 --no-enforce-eager", None),
+        ("vllm serve m -tp 1 --enforce-eager", "alone", "drop"),
+        ("vllm serve m -tp 2 --enforce-eager", "split over 2", "--enforce-eager true"),
+        ("vllm serve m -tp 2 --no-enforce-eager", None, None),
     ],
 )
-def test_the_first_rule_that_applies_counts(line: str, text: str | None) -> None:
-    rules = (
-        ("on tp1", no_effect("alone")),
-        ("on", lambda case, setting: None),
-        ("on !tp1", lambda case, setting: fine("split")),
-        ("on", fine("never reached")),
-    )
+def test_the_first_rule_that_applies_counts(
+    line: str, text: str | None, better: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [
+        Rule("--enforce-eager", "no effect", "alone", "on tp1"),
+        Rule("--enforce-eager", "fine", "split over {tp}", "on !tp1 is:1|true", "{name} {value}"),
+        Rule("--enforce-eager", "fine", "never reached", "on"),
+    ]
+    monkeypatch.setitem(remark.RULES, "--enforce-eager", rules)
     case = make_case(parse_command(line))
     setting = case.line.find("--enforce-eager")
-    remark = choose(rules, case, setting)
-    assert (remark.text if remark is not None else None) == text
+    found = choose(case, setting)
+    assert (found and found.text, found and found.better) == (text, better)
