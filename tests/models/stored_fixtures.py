@@ -1,5 +1,4 @@
-"""Writes the tiny models that the formats' own tools made (tests/quantization/make_fixtures.py and
-make_w8a8_fixtures.py) as folders."""
+"""Writes the tiny models that the formats' own tools made (tests/quantization/fixtures/README.md) as folders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tiny models as the formats' own tools write them give, on one rank and on two, the tokens that transformers gives for
-the weights that the tools widen (tests/quantization/make_fixtures.py)."""
+the weights that the tools widen (tests/quantization/fixtures/README.md)."""
 
 from __future__ import annotations
 

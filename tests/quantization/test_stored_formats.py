@@ -1,5 +1,5 @@
 """Checkpoints as the formats' own tools write them: linears are widened to the bit as the tools do, on any rank, and
-tiny models give the tokens of the widened ones. make_fixtures.py makes the fixtures."""
+tiny models give the tokens of the widened ones. fixtures/README.md says what made them."""
 
 from __future__ import annotations
 

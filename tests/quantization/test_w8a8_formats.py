@@ -1,5 +1,5 @@
 """Models in 8-bit formats as the formats' own tools write them: weights are widened to the bit, and logits are those of
-the tools, rounded activations included. make_w8a8_fixtures.py makes the fixtures."""
+the tools, rounded activations included. fixtures/README.md says what made them."""
 
 from __future__ import annotations
 
