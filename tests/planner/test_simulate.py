@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -110,11 +111,16 @@ def test_a_trace_of_unlike_requests() -> None:
     close(short.ttft, full.ttft, 5e-3)
 
 
-def test_mixed_steps_spare_decodes() -> None:
-    load = Workload(2000, 200, 1, 100, request_rate=6.0)
-    whole = simulate(deployment(), load, ROOMY)
-    spared = simulate(deployment(), load, Limits(1024, 8192, 891_392, mixed_step_tokens=512))
-    assert spared.itl.p99 < whole.itl.p99
+def test_mixed_steps_spare_decodes_and_cost_prompts_little() -> None:
+    load, cut_to = Workload(1024, 128, 1, 400, request_rate=16.0), replace(ROOMY, mixed_step_tokens=384)
+    whole, cut = (simulate(deployment(), load, limits) for limits in (ROOMY, cut_to))
+    print(
+        f"\nITL p99 {whole.itl.p99:.4f} -> {cut.itl.p99:.4f} s, TTFT p50 {whole.ttft.p50:.4f} -> {cut.ttft.p50:.4f} s"
+    )
+    assert cut.itl.p99 < 0.5 * whole.itl.p99
+    assert cut.ttft.p50 < 1.3 * whole.ttft.p50
+    whole, cut = (simulate(deployment(), Workload(128, 256, 1000, 1000), limits) for limits in (ROOMY, cut_to))
+    assert cut.output_tok_s > 0.98 * whole.output_tok_s
 
 
 def test_ranks_share_the_load() -> None:

@@ -16,7 +16,7 @@ from headrace.request import EngineCoreOutput, EngineCoreRequest
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
+from headrace.step import Logprobs, NewRow, RunnerOutput, SchedulerOutput
 
 FILLER = 7
 """The token that `results` samples unless told otherwise."""
@@ -172,7 +172,10 @@ class FakeDevice:
         for new in step.new_rows:
             assert new.row not in self.owner, "a row with two owners"
             script = self.owner[new.row] = self.scripts[new.seed]
-            self.tokens[new.row] = new.prompt_token_ids + new.output_token_ids
+            asked, output = script.request, new.output_token_ids
+            stops = [] if script.complete_after else asked.stop_token_ids  # else its grammar says where it ends
+            assert new == NewRow(new.row, asked.prompt_token_ids, asked.params, stops, [], asked.seed, output)
+            self.tokens[new.row] = asked.prompt_token_ids + output
             assert self.tokens[new.row] == script.tokens[: len(self.tokens[new.row])]
             self.block_tables[new.row] = [{} for _ in self.layout.groups]
         self._clear(step.cleared_pages)
@@ -180,8 +183,10 @@ class FakeDevice:
             assert self.layout.groups[copy.group].is_state
             self._put(copy.group, copy.target, 0, self.kv[copy.group, copy.source, 0])
         for update in step.block_updates:
-            assert update.block_ids
-            self.block_tables[update.row][update.group].update(enumerate(update.block_ids, update.start))
+            table, told = self.block_tables[update.row][update.group], dict(enumerate(update.block_ids, update.start))
+            assert told
+            assert not told.items() & table.items(), "told twice"
+            table.update(told)
         assert len(set(step.rows)) == len(step.rows)
         batch = []
         for row, bound, count, samples, drafts in zip(

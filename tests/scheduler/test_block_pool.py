@@ -132,17 +132,6 @@ def test_blocks_beside_held_ones_are_evicted_where_pages_end() -> None:
     pages.check_invariant()
 
 
-def test_a_page_that_a_failed_step_should_have_cleared_is_cleared_by_the_next() -> None:
-    pages = PagePool(1, [1, 1])
-    one, other = pages.pools
-    one.release(pages.allocate([1, 0])[0])  # type: ignore[index]
-    other.release(pages.allocate([0, 1])[1])  # type: ignore[index]
-    pages.clear_again(pages.to_clear)
-    pages.to_clear = []
-    pages.allocate([0, 1])
-    assert pages.to_clear == [0]
-
-
 def test_what_is_promised_is_given_whatever_came_before() -> None:
     """Random groups that allocate, register, release, hold again and forget: `allocate` gives exactly where the books
     say that there is enough, and the books balance."""

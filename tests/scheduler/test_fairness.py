@@ -39,12 +39,6 @@ def firsts(outputs: list[EngineCoreOutput]) -> list[str]:
 # ---- turns
 
 
-def test_what_comes_one_by_one_is_first_come_first_served() -> None:
-    scheduler = roomy()
-    add(scheduler, "a", 9, max_tokens=3, parent="")
-    assert firsts(run_to_end(scheduler)) == [f"a{index}" for index in range(9)]
-
-
 def test_parents_take_turns() -> None:
     scheduler = roomy(max_num_seqs=1)
     add(scheduler, "a", 3, max_tokens=1)
@@ -89,15 +83,6 @@ def test_who_runs_everything_makes_way_with_its_youngest() -> None:
     run_step(scheduler)
     assert running(scheduler) == ["a0", "a1", "a2", "b0"]
     assert scheduler.requests["a3"].status is RequestStatus.PREEMPTED
-
-
-def test_the_one_that_made_way_goes_on_where_it_was() -> None:
-    scheduler = roomy()
-    add(scheduler, "a", 4, max_tokens=8)
-    outputs = [output for _ in range(3) for output in run_step(scheduler)[1]]
-    add(scheduler, "b", 1, max_tokens=2)
-    outputs += run_to_end(scheduler)
-    assert [sum(output.request_id == f"a{index}" for output in outputs) for index in range(4)] == [8] * 4
 
 
 def test_two_large_ones_settle_without_preempting_each_other_for_ever() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 
@@ -98,23 +97,6 @@ def two(**changes: object) -> Scheduler:
     return scheduler
 
 
-def test_who_would_be_preempted_later_waits_now() -> None:
-    scheduler = two()
-    _, outputs = run_step(scheduler)
-    assert [len(scheduler.running), len(scheduler.waiting)] == [1, 1]
-    outputs += run_to_end(scheduler)
-    assert Counter(output.request_id for output in outputs) == {"a": 16, "b": 16}
-    assert scheduler.stats().num_preemptions == 0
-
-
-def test_without_looking_ahead_it_is_preempted() -> None:
-    scheduler = two(look_ahead=False)
-    run_step(scheduler)
-    assert len(scheduler.running) == 2
-    run_to_end(scheduler)
-    assert scheduler.stats().num_preemptions > 0
-
-
 def test_it_starts_as_soon_as_one_that_ends_leaves_it_room() -> None:
     scheduler = make_scheduler(num_blocks=9)
     for name, length in (("a", 6), ("b", 16), ("c", 16)):
@@ -125,14 +107,6 @@ def test_it_starts_as_soon_as_one_that_ends_leaves_it_room() -> None:
     assert [output.request_id for output in outputs if output.finish_reason] == ["a", "b", "c"]
     assert [output.request_id for output in outputs].index("c") < 12, "while b is under way"
     assert scheduler.stats().num_preemptions == 0
-
-
-def test_nobody_overtakes_the_one_held_back() -> None:
-    scheduler = two()
-    scheduler.add_request(make_request("small", 1, max_tokens=1))
-    step, _ = run_step(scheduler)
-    assert len(step.rows) == 1
-    assert len(scheduler.waiting) == 2
 
 
 def test_an_abort_makes_room() -> None:
@@ -178,12 +152,6 @@ def test_an_urgent_one_does_not_wait_for_those_it_may_preempt() -> None:
         "urgent",
         "later",
     }
-
-
-def test_one_that_fills_the_pool_alone_runs() -> None:
-    scheduler = make_scheduler(num_blocks=8)
-    scheduler.add_request(make_request("a", 5, max_tokens=28))
-    assert len(run_to_end(scheduler)) == 28
 
 
 def test_where_answers_end_was_learnt_from_those_before() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from headrace.cache_groups import same_layout
 from headrace.request import Request
 from headrace.scheduler.kv_cache_manager import KVCacheManager, extend_block_hashes
@@ -40,22 +38,6 @@ def test_token_boundaries_and_salts_cannot_be_forged() -> None:
     salts = [None, "", "a", "b", "salt:", "unsalted", "\ud800"]
     found = [hashes(prompt, cache_salt=salt)[0] for prompt, salt in itertools.product(prompts, salts)]
     assert len(set(found)) == len(prompts) * len(salts)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64])
-def test_a_hit_is_every_full_block_but_never_the_last_token(block_size: int) -> None:
-    manager = KVCacheManager(same_layout(block_size), 300, True)
-    prompt = list(range(200))
-    cached_request(manager, prompt)
-    for length in (1, block_size, block_size + 1, 2 * block_size, 199, 200):
-        found = manager.find_cached(Request(make_request("r", prompt[:length])))
-        assert found.num_blocks == len(found.blocks[0]) == (length - 1) // block_size
-
-
-def test_a_hit_ends_at_the_first_difference() -> None:
-    manager = KVCacheManager(same_layout(2), 10, True)
-    cached_request(manager, [1, 2, 3, 4, 5, 6, 7])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3, 9, 5, 6, 7]))).num_blocks == 1
 
 
 def test_admission_counts_cached_blocks_that_nobody_holds_as_both_hit_and_taken() -> None:

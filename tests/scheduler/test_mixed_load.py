@@ -1,10 +1,6 @@
-"""Prompts beside running decodes: how large a step may be, and what that does to latency on a simulated GPU."""
+"""Prompts beside running decodes: how large a step may be. tests/planner/test_simulate.py says what it is for."""
 
 from __future__ import annotations
-
-import random
-from collections import deque
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -13,7 +9,7 @@ from headrace.scheduler.config import BACKLOG_FACTOR, BACKLOG_STEPS
 from headrace.scheduler.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 
-from .support import batch, make_request, make_scheduler, results, run_step
+from .support import batch, make_request, make_scheduler, run_step
 
 KNEE = 16
 
@@ -104,91 +100,3 @@ def test_prompts_that_may_not_be_cut_run_beside_decodes() -> None:
 def test_a_mixed_step_has_a_token_at_least() -> None:
     with pytest.raises(ConfigError, match="mixed_step_tokens must be at least 1, got 0"):
         mixed(mixed_step_tokens=0)
-
-
-# ---- on a simulated GPU
-
-
-def milliseconds(num_tokens: int) -> float:
-    """A step of 8 billion weights in bf16: reading them, or multiplying with them, whichever takes longer."""
-    return max(4.6, 0.0245 * num_tokens) + 0.3
-
-
-@dataclass
-class Served:
-    first_token: list[float] = field(default_factory=list)
-    """milliseconds from arrival to first token"""
-    between_tokens: list[float] = field(default_factory=list)
-    """milliseconds"""
-    num_tokens: int = 0
-    milliseconds: float = 0.0
-
-
-def serve(arrivals: list[float], prompt: int, output: int, mixed_step_tokens: int | None) -> Served:
-    """`arrivals` in milliseconds, ascending. A step is scheduled while the one before it runs, as the core does."""
-    scheduler = mixed(
-        max_num_seqs=1024,
-        max_num_batched_tokens=8192,
-        max_model_len=2048,
-        block_size=16,
-        num_blocks=60_000,
-        mixed_step_tokens=mixed_step_tokens,
-    )
-    served, seen_at, arrived = Served(), {}, {}
-    waiting, in_flight = deque(enumerate(arrivals)), deque()
-    now = free_at = 0.0
-    while waiting or scheduler.has_work():
-        while waiting and waiting[0][1] <= now:
-            index, at = waiting.popleft()
-            arrived[f"{index:05}"] = at
-            scheduler.add_request(make_request(f"{index:05}", prompt, output))
-        if len(in_flight) < 2 and (step := scheduler.schedule()) is not None:
-            free_at = max(now, free_at) + milliseconds(step.num_tokens)
-            in_flight.append((step, free_at))
-        elif in_flight:
-            step, now = in_flight.popleft()
-            for done in scheduler.update(step, results(step)):
-                served.num_tokens += 1
-                if done.request_id in seen_at:
-                    served.between_tokens.append(now - seen_at[done.request_id])
-                else:
-                    served.first_token.append(now - arrived[done.request_id])
-                seen_at[done.request_id] = now
-        else:
-            now = waiting[0][1]
-    served.milliseconds = now
-    return served
-
-
-def percentile(values: list[float], percent: int) -> float:
-    return sorted(values)[len(values) * percent // 100]
-
-
-def test_under_mixed_load_decodes_keep_their_pace_and_prompts_lose_nothing() -> None:
-    draw, at, arrivals = random.Random(1), 0.0, []
-    for _ in range(400):
-        at += draw.expovariate(16 / 1000)
-        arrivals.append(at)
-    whole, cut = (serve(arrivals, 1024, 128, size) for size in (None, 384))
-    for name, served in (("whole budget", whole), ("384 tokens", cut)):
-        first = [round(percentile(served.first_token, percent)) for percent in (50, 99)]
-        print(f"\n{name}: TTFT p50/p99 {first}, ITL p99 {percentile(served.between_tokens, 99):.1f} ms")
-    assert percentile(whole.between_tokens, 99) > 40
-    assert percentile(cut.between_tokens, 99) < 12
-    assert percentile(cut.first_token, 99) < percentile(whole.first_token, 99)
-    assert percentile(cut.first_token, 50) < 1.1 * percentile(whole.first_token, 50)
-
-
-def test_many_prompts_at_once_lose_no_throughput() -> None:
-    whole, cut = (serve([0.0] * 1000, 128, 256, size) for size in (None, 384))
-    rates = [served.num_tokens / served.milliseconds * 1000 for served in (whole, cut)]
-    print(f"\n1000 prompts at once: {rates[0]:.0f} tokens/s with the whole budget, {rates[1]:.0f} cut")
-    assert rates[1] > 0.98 * rates[0]
-
-
-def test_first_tokens_of_a_burst_come_one_after_the_other() -> None:
-    """5 prompts of 1024 tokens beside 8 decodes: 126 ms of work."""
-    burst = serve([0.0] * 8 + [1000.0] * 5, 1024, 400, 384)
-    print(f"\nburst: {[round(time) for time in burst.first_token[8:]]} ms")
-    assert percentile(burst.first_token[8:], 50) < 100
-    assert max(burst.first_token[8:]) < 150

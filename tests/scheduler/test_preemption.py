@@ -28,15 +28,6 @@ def two_decodes(**changes: object) -> Scheduler:
     return scheduler
 
 
-def test_what_is_still_cached_need_not_be_computed_again() -> None:
-    scheduler = two_decodes()
-    run_step(scheduler)
-    scheduler.abort("a")
-    step, _ = run_step(scheduler)
-    assert (step.num_computed_tokens, step.num_scheduled_tokens) == ([4], [1])
-    assert scheduler.requests["b"].num_cached_tokens == 0, "that counts the first admission only"
-
-
 def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_step() -> None:
     """Under the priority policy a better prompt may still be growing while a worse request decodes already."""
     scheduler = greedy_scheduler(policy="priority", num_blocks=6, max_num_batched_tokens=8, max_model_len=30)

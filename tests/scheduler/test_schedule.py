@@ -10,8 +10,6 @@ import msgspec
 import pytest
 
 from headrace.errors import ConfigError, RequestError
-from headrace.request import RequestStatus
-from headrace.step import BlockUpdate, NewRow
 
 from .support import batch, make_request, make_scheduler, run_step, run_to_end
 
@@ -63,29 +61,6 @@ def test_requests_that_could_never_run() -> None:
 # ---- one request
 
 
-def test_the_first_step_of_a_request_brings_all_that_the_device_must_know() -> None:
-    scheduler = make_scheduler()
-    assert scheduler.schedule() is None
-    request = make_request("a", 6, stop_token_ids=[2], seed=11)
-    scheduler.add_request(request)
-    assert scheduler.has_work()
-
-    step, outputs = run_step(scheduler)
-    assert step.new_rows == [NewRow(0, request.prompt_token_ids, request.params, [2], [], 11)]
-    assert step.block_updates == [BlockUpdate(0, 0, [0, 1])]
-    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([0], [0], [6], [True])
-    assert [output.new_token_ids for output in outputs] == [[7]]
-
-
-def test_a_decode_tells_of_blocks_only_when_one_is_added() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 6))
-    steps = [run_step(scheduler)[0] for _ in range(4)]
-    assert [step.num_computed_tokens for step in steps] == [[0], [6], [7], [8]]
-    assert [step.block_updates for step in steps[1:]] == [[], [], [BlockUpdate(0, 2, [2])]]
-    assert all(not step.new_rows for step in steps[1:])
-
-
 # ---- the budget
 
 
@@ -134,14 +109,6 @@ def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
     assert scheduler.stats().num_preemptions == 0
 
 
-def test_priority_orders_the_waiting_and_ties_go_by_arrival() -> None:
-    scheduler = make_scheduler(policy="priority", max_num_seqs=1)
-    for name, priority, arrival in (("late", 1, 9.0), ("early", 1, 2.0), ("urgent", 0, 10.0)):
-        scheduler.add_request(make_request(name, 2, max_tokens=1, priority=priority, arrival_time=arrival))
-    outputs = run_to_end(scheduler)
-    assert [output.request_id for output in outputs] == ["urgent", "early", "late"]
-
-
 # ---- prefix caching
 
 
@@ -182,14 +149,3 @@ def test_requests_under_way_share_blocks() -> None:
     scheduler.abort("a")
     assert scheduler.kv_cache.pages.pools[0].num_held == 3
     scheduler.kv_cache.pages.check_invariant()
-
-
-def test_a_status_follows_the_request() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_request(make_request("a", 2, max_tokens=2))
-    request = scheduler.requests["a"]
-    seen = [request.status]
-    for _ in range(2):
-        run_step(scheduler)
-        seen.append(request.status)
-    assert seen == [RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED]

@@ -22,6 +22,7 @@ from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layou
 from headrace.errors import RequestError
 from headrace.request import EngineCoreOutput, FinishReason, Request, RequestStatus
 from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.kv_cache_manager import Prefix
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
 
@@ -38,6 +39,8 @@ class Received:
     prompt_logprobs: list[int]
     finish_reason: FinishReason | None = None
     cut_short: bool = False
+    cached: int = 0
+    """Tokens of the prefix that the first admission found"""
 
 
 class Traffic:
@@ -45,6 +48,7 @@ class Traffic:
         self.config = config
         self.depth = depth
         self.scheduler = Scheduler(config)
+        self.find_cached, self.scheduler.kv_cache.find_cached = self.scheduler.kv_cache.find_cached, self.found
         self.device = FakeDevice(config.layout, scripts, drafts)
         self.upcoming = deque(scripts)
         self.script_of: dict[str, Script] = {}
@@ -106,10 +110,39 @@ class Traffic:
         self.num_steps += 1
         owners = {request.row: request for request in self.scheduler.requests.values()}
         self.members[step.step] = [owners[row].request_id for row in step.rows]
-        self.admitted += [owners[new.row].request_id for new in step.new_rows if not owners[new.row].num_preemptions]
+        for new in step.new_rows:
+            request = owners[new.row]
+            if not request.num_preemptions:
+                self.admitted.append(request.request_id)
+                at = step.num_computed_tokens[step.rows.index(new.row)]
+                self.received[request.request_id].cached = at
         if self.config.policy == "priority" or self.is_one_by_one:  # else clients take turns
             self.check_order(step, before, {owners[new.row].request_id for new in step.new_rows})
         return step
+
+    def found(self, request: Request) -> Prefix:
+        """A prefix is the longest of which every group has what the next query reads."""
+        prefix, layout = self.find_cached(request), self.config.layout
+        hashes, pools = request.block_hashes, self.scheduler.kv_cache.pages.pools
+        most = (request.num_tokens - 1) // layout.block_size
+        if not self.config.enable_prefix_caching or request.core_request.params.prompt_logprobs is not None:
+            most = 0
+
+        def needed(group: CacheGroup, length: int) -> range:
+            if group.is_state:
+                return range(length - 1, length)
+            at, window = length * layout.block_size, group.window or math.inf
+            first = at - at % window if group.kind == "chunk" else at - window + 1
+            return range(max(0, first // layout.block_size) if group.window else 0, length)
+
+        def holds(length: int) -> bool:
+            groups = zip(layout.groups, pools, strict=True)
+            return all(
+                pool.find(hashes[place]) is not None for group, pool in groups for place in needed(group, length)
+            )
+
+        assert prefix.num_blocks == next((length for length in range(most, 0, -1) if holds(length)), 0)
+        return prefix
 
     def check_order(self, step: SchedulerOutput, before: set[str], new: set[str]) -> None:
         """The last in order give their blocks back, which goes to nobody in the same step; the first are admitted; and
@@ -185,7 +218,8 @@ class Traffic:
         seen.finish_reason = output.finish_reason
         if output.error == "out of words":
             assert self.script_of[output.request_id].expected_output()[1] == "error"
-        assert output.num_cached_tokens < len(self.script_of[output.request_id].request.prompt_token_ids)
+        is_first = len(seen.token_ids) == len(output.new_token_ids) > 0
+        assert output.num_cached_tokens == (seen.cached if is_first else 0), "told once, with the first token"
 
     def abort(self, choice: int) -> None:
         if not self.received:
@@ -278,7 +312,8 @@ class Traffic:
         if self.config.policy == "fcfs" and self.is_one_by_one:
             assert self.admitted == sorted(self.admitted), "a later request overtook an earlier one"
 
-    def run(self, operations: list[int]) -> None:
+    def run(self, operations: list[int], unlucky: int) -> None:
+        """Do the operations, then serve what is left; every `unlucky`-th turn a step fails (0: none)."""
         for operation in operations:
             kind, choice = operation % 16, operation // 16
             if kind < 6:
@@ -294,8 +329,12 @@ class Traffic:
             self.check()
         while self.upcoming:
             self.add()
+        turn = 0
         while self.scheduler.has_work() or self.in_flight:
-            if not self.schedule():
+            turn += 1
+            if unlucky and turn % unlucky == 0:
+                self.fail(turn // unlucky)
+            elif not self.schedule():
                 self.take_result()
             self.check()
         self.check_end()
@@ -395,7 +434,8 @@ def random_traffic(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 3))
     operations = data.draw(st.lists(st.integers(0, 255), max_size=50))
     drafts = data.draw(st.sampled_from(["right", "wrong", "random"])) if config.num_drafts else "right"
-    Traffic(config, scripts, depth, drafts).run(operations)
+    unlucky = data.draw(st.sampled_from([0, 0, 3, 7]))
+    Traffic(config, scripts, depth, drafts).run(operations, unlucky)
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,15 +11,11 @@ import pytest
 
 from headrace.request import EngineCoreOutput, FinishReason
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Logprobs, RunnerOutput
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, RunnerOutput
 
-from .support import make_request, make_scheduler, results, run_step
+from .support import make_request, make_scheduler, run_step
 
 EOS, USER_STOP = 2, 5
-
-
-def entry(token: int) -> Logprobs:
-    return Logprobs([token], [-1.0], 1)
 
 
 def feed(scheduler: Scheduler, *tokens: int) -> list[EngineCoreOutput]:
@@ -102,52 +98,7 @@ def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_ca
     assert [scheduler.kv_cache.pages.pools[0].find(digest) for digest in bad.block_hashes] == [None, None]
 
 
-def test_rows_that_a_failed_step_should_have_freed_are_told_again() -> None:
-    scheduler = make_scheduler()
-    for name, max_tokens in (("a", 1), ("b", 1), ("c", 9)):
-        scheduler.add_request(make_request(name, 3, max_tokens))
-    run_step(scheduler)
-    scheduler.add_request(make_request("heir", 3))
-    failing = scheduler.schedule()
-    assert (failing.freed_rows, [new.row for new in failing.new_rows]) == ([0, 1], [1])
-    scheduler.fail(failing, "refused")
-    scheduler.add_request(make_request("next", 3))
-    step, _ = run_step(scheduler)
-    assert sorted(step.freed_rows) == [0, 1, 2]
-
-
-def test_a_failed_step_does_not_free_a_row_that_has_a_new_owner() -> None:
-    scheduler = make_scheduler(max_num_seqs=2)
-    for name, max_tokens in (("a", 1), ("b", 9)):
-        scheduler.add_request(make_request(name, 3, max_tokens))
-    run_step(scheduler)
-    failing = scheduler.schedule()
-    assert failing.freed_rows == [0]
-    scheduler.add_request(make_request("heir", 3))
-    following = scheduler.schedule()
-    assert [new.row for new in following.new_rows] == [0]
-    scheduler.fail(failing, "lost")
-    assert [output.request_id for output in scheduler.update(following, results(following))] == ["heir"]
-    assert run_step(scheduler)[0].freed_rows == [1]
-
-
 # ---- drafts
-
-
-def test_a_decode_with_drafts_counts_them_as_accepted_until_the_result_says_how_many_were() -> None:
-    scheduler = make_scheduler(num_drafts=3)
-    scheduler.add_request(make_request("a", 5, max_tokens=20, logprobs=0))
-    request = scheduler.requests["a"]
-    run_step(scheduler)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert [step.num_computed_tokens for step in (first, second)] == [[5], [9]]
-    assert [(step.num_scheduled_tokens, step.num_drafts) for step in (first, second)] == [([4], [3])] * 2
-    tokens = [8, 9]  # the last known token's own, and one of three drafts was right
-    (output,) = scheduler.update(first, RunnerOutput(1, tokens, [entry(8), entry(9)], num_sampled=[2]))
-    assert (output.new_token_ids, output.new_logprobs) == (tokens, [entry(8), entry(9)])
-    assert (request.num_tokens, request.num_computed_tokens, request.num_inflight) == (8, 11, 4)
-    scheduler.update(second, RunnerOutput(2, [9] * 4, [entry(9)] * 4, num_sampled=[4]))
-    assert (request.num_tokens, request.num_computed_tokens, request.num_inflight) == (12, 11, 0)
 
 
 @pytest.mark.parametrize(
