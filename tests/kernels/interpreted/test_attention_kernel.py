@@ -18,7 +18,9 @@ from headrace.kernels.attention_config import AttentionConfig, plan_attention
 from headrace.kernels.paged import Sequences
 from tests.sampled import sampled
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 6e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of the norm. In float32 scores of up to 40, of heads of 128 with a scale of 1, are rounded by 40 * 2**-24 = 2.4e-6,
+by kernel and reference each in its own way: of 1,500 draws the worst differed by 2.7e-6, one in a hundred by 2e-6."""
 SMALL = AttentionConfig(16, 16, 4, 1)
 BATCHES = {
     # (query length, tokens known) of each request
