@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,51 +57,6 @@ def test_completion_stream_is_the_whole_in_parts(client: openai.OpenAI, story: s
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 24)
 
 
-def test_completion_logprobs(client: openai.OpenAI, story: str) -> None:
-    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, logprobs=3)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens
-    assert logprobs.token_logprobs
-    assert logprobs.top_logprobs
-    assert "".join(logprobs.tokens) == story
-    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert top is not None
-        assert own is not None
-        assert own == max(top.values())
-        assert sum(map(math.exp, top.values())) <= 1.0001
-
-
-def test_echo_scores_the_prompt(client: openai.OpenAI, story: str) -> None:
-    """Scoring a text gives each token what it had when it was generated."""
-    said = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0).choices[0]
-    echo = client.completions.create(
-        model="demo", prompt=PROMPT + said.text, max_tokens=1, temperature=0, logprobs=0, echo=True
-    ).choices[0]
-    assert said.logprobs is not None
-    assert echo.logprobs is not None
-    assert echo.logprobs.token_logprobs is not None
-    assert said.logprobs.token_logprobs is not None
-    assert echo.logprobs.token_logprobs[0] is None
-    assert echo.logprobs.token_logprobs[-9:-1] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
-
-
-def test_stop(client: openai.OpenAI, story: str) -> None:
-    word = story.split()[6]
-    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stop=[word])
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (story[: story.index(word)], "stop")
-
-
-def test_n_and_seed(client: openai.OpenAI) -> None:
-    def ask() -> list[str]:
-        answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, n=4, seed=7, temperature=1.5)
-        return [choice.text for choice in answer.choices]
-
-    first = ask()
-    assert len(set(first)) == 4
-    assert ask() == first
-
-
 def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="demo", messages=USER, max_tokens=24, temperature=0, logprobs=True, top_logprobs=2
@@ -120,45 +74,6 @@ def test_chat(client: openai.OpenAI) -> None:
     parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": USER[0]["content"]}]}]
     again = client.chat.completions.create(model="demo", messages=parts, max_tokens=24, temperature=0)
     assert again.choices[0].message.content == choice.message.content
-
-
-def test_chat_stream_n(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="demo", messages=USER, max_tokens=12, n=2, seed=1, stream=True, stream_options={"include_usage": True}
-    )
-    texts, reasons, roles, usage = {0: "", 1: ""}, {}, set(), None
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            roles.add(choice.delta.role)
-            if choice.finish_reason:
-                reasons[choice.index] = choice.finish_reason
-    assert roles == {"assistant", None}
-    assert set(reasons) == {0, 1}
-    assert texts[0]
-    assert texts[1]
-    assert texts[0] != texts[1]
-    assert usage is not None
-    assert usage.completion_tokens <= 24
-
-
-def test_forbidden_tokens_have_a_logprob_that_json_can_say(client: openai.OpenAI) -> None:
-    """Where nothing else is allowed, the rest of the vocabulary has no chance at all; JSON has no infinity."""
-    answer = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=3, logprobs=5, extra_body={"allowed_token_ids": [100]}
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.token_logprobs is not None
-    assert all(value is not None and math.isfinite(value) for value in logprobs.token_logprobs)
-
-
-def test_characters_of_several_tokens_stream_whole(client: openai.OpenAI) -> None:
-    """The model is allowed nothing but the bytes of a character of four."""
-    options: Any = {"structured_outputs": {"regex": "🎡{3}"}}
-    stream = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, stream=True, extra_body=options)
-    assert [text for chunk in stream if (text := chunk.choices[0].text)] == ["🎡"] * 3
 
 
 def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:

@@ -8,7 +8,7 @@ from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
-from headrace.engine.messages import Abort, CoreFacts
+from headrace.engine.messages import CoreFacts
 from headrace.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from headrace.sampling_params import SamplingParams
@@ -49,18 +49,6 @@ def tokens_of(outputs: list[EngineCoreOutput], name: str) -> list[int]:
     return [token for output in outputs if output.request_id == name for token in output.new_token_ids]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("late", [False, True])
-def test_same_tokens_however_steps_overlap(overlap: bool, late: bool) -> None:
-    core = make_core(FakeExecutor(late=late), overlap=overlap)
-    core.add_request(request("a", [10, 11, 12]))
-    core.add_request(request("b", list(range(20, 60)), max_tokens=9))  # two chunks
-    outputs = drain(core)
-    assert tokens_of(outputs, "a") == [10, 11, 12, 10, 11, 12]
-    assert tokens_of(outputs, "b") == list(range(20, 29))
-    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH] * 2
-
-
 def test_the_next_step_is_submitted_before_the_last_one_is_collected() -> None:
     executor = FakeExecutor(late=True)
     core = make_core(executor)
@@ -97,22 +85,6 @@ def test_steps_beyond_a_stop_are_dropped() -> None:
     assert len(executor.steps) == 3  # one was under way when the stop came back
 
 
-def test_nothing_to_do_is_no_step() -> None:
-    core = make_core(FakeExecutor())
-    assert not core.has_work()
-    assert core.step() is None
-
-
-def test_abort_frees_the_blocks() -> None:
-    core = make_core(FakeExecutor(late=True))
-    core.add_request(request("a", list(range(10, 40)), max_tokens=50))
-    core.step()
-    core.abort([Abort("a"), Abort("never heard of")])
-    drain(core)
-    stats = core.snapshot([]).stats
-    assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_failed_step_ends_its_requests_alone(late: bool) -> None:
     """Where steps overlap, one with the same requests is under way by then: who joined in it goes on."""
@@ -128,14 +100,6 @@ def test_a_failed_step_ends_its_requests_alone(late: bool) -> None:
     ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
     assert ends == {"old": FinishReason.ERROR, "bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
     assert tokens_of(outputs, "good") == [10, 11, 10, 11, 10, 11]
-
-
-def test_what_a_failed_step_says() -> None:
-    core = make_core(FakeExecutor())
-    core.add_request(request("bad", [FAIL_TOKEN, 1]))
-    (output,) = drain(core)
-    assert output.finish_reason is FinishReason.ERROR
-    assert output.error == "the step failed: HeadraceError: scripted failure"
 
 
 def test_a_failure_of_others_is_named_but_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

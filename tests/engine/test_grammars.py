@@ -243,12 +243,6 @@ def test_masked_steps_run_ahead_too(compiler: GrammarCompiler) -> None:
     assert len(device.steps) == 21  # one is thrown away: it ran while the last token was on its way
 
 
-def test_a_grammar_that_can_go_on_is_cut_by_max_tokens(compiler: GrammarCompiler) -> None:
-    answers = run(make_core(Device(), compiler), request("a", regex("[0-9]+"), max_tokens=9, ignore_eos=True))
-    assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == ("length", 9)
-    assert answers["a"].text.isdigit()
-
-
 def test_a_complete_output_that_fills_max_tokens_says_stop(compiler: GrammarCompiler) -> None:
     answers = run(make_core(Device(), compiler), request("a", choice(["abc"]), max_tokens=3))
     assert (answers["a"].finish_reason, answers["a"].text) == ("stop", "abc")

@@ -11,7 +11,6 @@ from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.paged import Sequences
 from headrace.kernels.sampling import hash_bits_reference
 from headrace.kernels.table import REFERENCE_KERNELS as KERNELS
-from headrace.kernels.table import select_kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -27,11 +26,6 @@ def test_rms_norm_rounds_as_hugging_face_does(dtype):
     if dtype != torch.float32:
         # A sum in another order may tip a rare rounding; multiplying before rounding would tip a quarter of them.
         assert (ours != expected).float().mean() < 0.01
-
-
-def test_gate_and_mul():
-    x = torch.randn(4, 10)
-    torch.testing.assert_close(KERNELS.gate_and_mul(x), torch.nn.functional.silu(x[:, :5]) * x[:, 5:])
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["views of one tensor", "apart"])
@@ -57,49 +51,6 @@ def test_rotary_turns_as_hugging_face_does(joined):
     assert flat[:, [1, 3, 4, 6, 8, 9, 10]].abs().sum() == 0
 
 
-def test_prepare_batch_finds_tokens_positions_and_slots():
-    tokens = torch.arange(60, dtype=torch.int32).view(3, 20)
-    blocks = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 2, 1, 0], [10, 11, 12, 13, 14]], dtype=torch.int32)
-    rows, computed = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([3, 6], dtype=torch.int32)
-    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
-    ids, positions, slots = KERNELS.prepare_batch(rows, computed, starts, tokens, blocks, 4, 4)
-    assert ids.tolist() == [43, 6, 7, 8]
-    assert positions.tolist() == [3, 6, 7, 8]
-    assert slots.tolist() == [10 * 4 + 3, 8 * 4 + 2, 8 * 4 + 3, 7 * 4 + 0]
-
-
-def test_a_sample_without_choice_or_numbers_is_told_apart():
-    """Whoever had nothing to choose from says -1, and whose logits were no numbers -2; the table gets the token."""
-    inf, nan = float("inf"), float("nan")
-    best, raw_best = torch.tensor([1.0, -inf, 1.0, 1.0, nan, nan]), torch.tensor([1.0, 1.0, nan, inf, nan, 1.0])
-    out, table, ids = torch.zeros(6, dtype=torch.int64), torch.zeros(6, 2, dtype=torch.int32), torch.arange(10, 16)
-    KERNELS.commit_tokens(out, table, ids, best, raw_best, torch.arange(6), torch.ones(6, dtype=torch.int64), -1, -2)
-    assert out.tolist() == [10, -1, -2, -2, -2, -1]
-    assert table[:, 1].tolist() == ids.tolist()
-
-
-def test_draws_follow_the_softmax():
-    draws, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0, float("-inf")])
-    out = KERNELS.gumbel_argmax(
-        logits.expand(draws, -1), torch.full((draws,), 0.8), torch.full((draws,), 1234), torch.arange(draws)
-    )
-    expected = (logits / 0.8).softmax(0)
-    observed = torch.bincount(out, minlength=5) / draws
-    sigma = (expected * (1 - expected) / draws).sqrt()
-    assert ((observed - expected).abs() <= 4.5 * sigma).all()
-
-
-def test_draws_depend_on_seed_and_position_alone():
-    logits, temperature = torch.randn(64, 50), torch.ones(64)
-    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (64,)), torch.randint(0, 9999, (64,))
-    together = KERNELS.gumbel_argmax(logits, temperature, seeds, positions)
-    order = torch.randperm(64)
-    shuffled = KERNELS.gumbel_argmax(logits[order], temperature, seeds[order], positions[order])
-    assert torch.equal(together[order], shuffled)
-    moved = KERNELS.gumbel_argmax(logits, temperature, seeds, positions + 1)
-    assert (moved != together).float().mean() > 0.3
-
-
 def test_hash_bits_are_balanced_and_change_with_every_bit_of_the_seed():
     seeds, position = torch.tensor([77]), torch.tensor([5])
     plain = hash_bits_reference(seeds, position, 4096)
@@ -112,15 +63,6 @@ def test_hash_bits_are_balanced_and_change_with_every_bit_of_the_seed():
         flipped = hash_bits_reference(seeds ^ torch.tensor(1).bitwise_left_shift(bit), position, 4096)
         changed = sum(((plain ^ flipped) >> place & 1).double().mean() for place in range(32))
         assert 14 < changed < 18
-
-
-def test_greedy_rows_take_the_lowest_of_equal_tokens():
-    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])
-    zeros = torch.zeros(2, dtype=torch.int64)
-    assert KERNELS.gumbel_argmax(logits, torch.zeros(2), zeros, zeros).tolist() == [1, 0]
-    assert KERNELS.gumbel_argmax(logits, torch.tensor([0.0, 1.0]), zeros, zeros)[0] == 1
-    logits[:, :2] = float("-inf")
-    assert KERNELS.gumbel_argmax(logits, torch.tensor([0.0, 1.0]), zeros, zeros).tolist() == [2, 2]
 
 
 def brute_filter(logits, top_k, top_p, min_p):
@@ -151,14 +93,6 @@ def test_filter_floor_keeps_what_the_definitions_say():
         assert kept == expected
 
 
-def test_filter_floor_of_a_row_depends_on_that_row_alone():
-    logits, temperature = torch.randn(12, 4000), torch.rand(12) + 0.5
-    params = temperature, torch.randint(-1, 50, (12,)), torch.rand(12), torch.rand(12) * 0.1
-    together = KERNELS.filter_floor(logits, *params)
-    alone = [KERNELS.filter_floor(logits[i : i + 1], *(value[i : i + 1] for value in params)) for i in range(12)]
-    assert together.tolist() == torch.cat(alone).tolist()
-
-
 def test_weights_are_exponentials_and_never_rise():
     distance = torch.cat((torch.linspace(0, 32, 1 << 17), torch.tensor([1e30, float("inf")])))
     weights = weights_reference(distance[None], torch.tensor([0.8]))[0]
@@ -166,17 +100,6 @@ def test_weights_are_exponentials_and_never_rise():
     assert (weights.diff() <= 0).all()
     expected = (-distance.double() / 0.8).exp() * 2.0**40
     torch.testing.assert_close(weights.double(), expected, rtol=4e-6, atol=2.0)
-
-
-def test_no_draw_falls_below_the_floor():
-    logits, floor = torch.randn(500, 6), (torch.randn(500) * 0.3).clamp_max(0.9)
-    logits[:, 0] = 0.9  # so that something is left in every row
-    seeds = torch.arange(500)
-    out = KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds, floor)
-    assert (logits[seeds, out] >= torch.minimum(floor, logits.amax(1))).all()
-    free = KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds, torch.full((500,), float("-inf")))
-    assert torch.equal(free, KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds))
-    assert not torch.equal(free, out)
 
 
 def test_references_load_and_run_without_triton():
@@ -195,10 +118,6 @@ def test_references_load_and_run_without_triton():
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, 2])" in done.stdout
     assert "needs Triton" in done.stdout
-
-
-def test_the_cpu_gets_the_references():
-    assert select_kernels("cpu") is KERNELS
 
 
 @pytest.mark.parametrize("in_turn", [False, True], ids=["in chunks", "token by token"])

@@ -21,7 +21,6 @@ from headrace.models.llama import LlamaForCausalLM
 from headrace.planner.decisions import decide_before_load
 from headrace.runner import model_runner
 from headrace.runner import worker as worker_module
-from headrace.runner.kv_cache import KVCache
 from headrace.runner.model_runner import Forward, ModelRunner
 from headrace.runner.pending import PendingStep
 from headrace.runner.profile import MARGIN, MOST_OUTSIDE, measure_memory
@@ -146,16 +145,6 @@ def fail(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError(SAID + "\nmore words")
 
 
-def test_weights_that_do_not_fit_are_one_line(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "load_model", fail)
-    with pytest.raises(OutOfMemoryError) as caught:
-        worker.load()
-    said = str(caught.value)
-    assert said.startswith("the weights do not fit on cpu (CPU), which has ")
-    assert said.endswith(SAID)
-    assert "\n" not in said
-
-
 def test_other_failures_of_loading_are_raised_as_they_are(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a size does not match")
@@ -163,24 +152,6 @@ def test_other_failures_of_loading_are_raised_as_they_are(worker: Worker, monkey
     monkeypatch.setattr(worker_module, "load_model", broken)
     with pytest.raises(RuntimeError, match="does not match"):
         worker.load()
-
-
-def test_a_step_that_does_not_fit_is_a_fact_and_a_smaller_one_is_tried(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def runner(*arguments: Any, **options: Any) -> ModelRunner:
-        if arguments[3].max_num_batched_tokens > 16:
-            fail()
-        return ModelRunner(*arguments, **options)
-
-    monkeypatch.setattr(worker_module, "ModelRunner", runner)
-    facts = worker.load()
-    assert facts.shortfall == SAID
-    assert worker.runner is None
-    facts = worker.profile(worker.config.replace(max_num_batched_tokens=16))
-    assert facts.shortfall == ""
-    assert facts.available_kv_memory > 0
-    assert worker.runner is not None
 
 
 def test_what_a_masked_step_has_computed_is_freed_before_it_is_computed_again(
@@ -209,27 +180,6 @@ def test_what_a_masked_step_has_computed_is_freed_before_it_is_computed_again(
     worker.sample(Masks(0, {0: 0}, len(only_seven), memoryview(only_seven.tobytes())))
     assert handle.result().token_ids == [7]
     assert handle.result().short_of_memory
-
-
-def test_a_cache_that_does_not_fit_is_a_fact_and_a_smaller_one_works(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocate = model_runner.allocate_kv_cache
-
-    def tight(shape: Any, num_pages: int, device: torch.device) -> KVCache:
-        if num_pages > 100:
-            fail()
-        return allocate(shape, num_pages, device)
-
-    monkeypatch.setattr(model_runner, "allocate_kv_cache", tight)
-    assert worker.load().shortfall == ""
-    facts = worker.initialize_cache(200)
-    assert facts.shortfall == SAID
-    assert facts.available_kv_memory > 0
-    assert worker.initialize_cache(90).shortfall == ""
-    new = NewRow(0, [5, 6, 7], SamplingParams(temperature=0.0), [])
-    step = SchedulerOutput(0, [new], [], [BlockUpdate(0, 0, [3])], [0], [0], [3], [True])
-    assert len(worker.execute(step).result().token_ids) == 1
 
 
 @pytest.mark.parametrize("plant", ["weights", "step", "cache", "serving", "everything that serves"])

@@ -63,14 +63,6 @@ def test_a_row_without_penalties_keeps_its_logits_bit_for_bit() -> None:
     assert not torch.equal(result[0], logits[0])
 
 
-def test_repetition_sees_the_prompt_and_the_others_only_the_output() -> None:
-    bench = Bench(vocab_size=8)
-    bench.add({0: Case(penalty(2.0), [1], [2]), 1: Case(penalty(1.0, 0.5, 0.25), [1], [2, 2])})
-    result = penalized(bench, [0, 1], torch.ones(2, 8))
-    assert result[0].tolist() == [1, 0.5, 0.5, 1, 1, 1, 1, 1]
-    assert result[1].tolist() == [1, 1, -0.25, 1, 1, 1, 1, 1]
-
-
 def test_token_ids_beyond_the_vocabulary_are_passed_over() -> None:
     bench = Bench(vocab_size=8)
     bench.add({0: Case(penalty(2.0), [1, 8, 100], [7])})

@@ -26,20 +26,6 @@ def banned(bench: Bench, row: int) -> list[int]:
     return [token for token, value in enumerate(result.tolist()) if value == -math.inf]
 
 
-def test_logit_bias_adds_to_its_row_alone() -> None:
-    bench = Bench(vocab_size=8)
-    bench.add(
-        {
-            5: Case(SamplingParams(logit_bias={1: 2.5, 7: -100.0, 8: 1.0}), [0]),
-            2: Case(SamplingParams(), [0]),
-            3: Case(SamplingParams(logit_bias={1: 1.0}), [0]),
-        }
-    )
-    result = apply(bench, [2, 3, 5], torch.zeros(3, 8))
-    assert result.tolist() == [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0], [0, 2.5, 0, 0, 0, 0, 0, -100]]
-    assert apply(bench, [2], torch.zeros(1, 8)).tolist() == [[0] * 8], "rules of rows outside the batch do nothing"
-
-
 def test_min_tokens_forbids_stop_ids_until_enough_are_out() -> None:
     bench = Bench(vocab_size=8)
     bench.add({0: Case(SamplingParams(min_tokens=2), [1, 2, 3], [], stop_token_ids=[4, 6, 4, 900])})

@@ -13,31 +13,10 @@ import pytest
 from headrace import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from headrace.errors import RequestError
 from headrace.structured_outputs.conversion import of_params
+from tests.sampled import sampled
 from tests.structured_outputs.test_shared_data import rows
 
 SHORT = {"type": "string", "maxLength": 8}
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "object": {
-        "type": "object",
-        "properties": {"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
-    "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
-    "any of": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
-    "one of": {
-        "type": "object",
-        "properties": {"a": SHORT, "b": {"type": "boolean"}},
-        "additionalProperties": False,
-        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
-    },
-    "reference": {
-        "$ref": "#/$defs/p",
-        "$defs": {"p": {"type": "array", "prefixItems": [SHORT, SHORT], "items": False}},
-    },
-}
-
-
 NAMES = {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 4}
 BOUNDED: dict[str, dict[str, Any]] = {
     "a list of objects": {
@@ -75,8 +54,16 @@ BOUNDED: dict[str, dict[str, Any]] = {
         "$defs": {"names": NAMES},
     },
     "a tuple": {"type": "array", "prefixItems": [SHORT, {"type": "boolean"}, NAMES], "items": False, "minItems": 3},
+    "values": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
+    "a format": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
+    "one of": {
+        "type": "object",
+        "properties": {"a": SHORT, "b": {"type": "boolean"}},
+        "additionalProperties": False,
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
 }
-"""Schemas all of whose strings and arrays have a largest length"""
+"""Schemas all of whose values have a largest length"""
 MAX_TOKENS = 480
 """What the demo model's context leaves"""
 
@@ -134,17 +121,6 @@ def generate(llm: LLM, wanted: dict[str, Any], **params: Any) -> list[Completion
     return output.outputs
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_finished_answers_are_valid(llm: LLM, name: str) -> None:
-    answers = generate(llm, {"json": SCHEMAS[name], "disable_any_whitespace": True}, logprobs=1)
-    finished = [answer for answer in answers if answer.finish_reason == "stop"]
-    assert finished, answers
-    for answer in finished:
-        jsonschema.validate(json.loads(answer.text), SCHEMAS[name])
-        assert answer.logprobs is not None
-        assert len(answer.logprobs) == len(answer.token_ids)
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("schemas", [lambda: BOUNDED, shared_bounded], ids=["ours", "shared"])
 def test_answers_to_bounded_schemas_end_by_themselves(
@@ -153,7 +129,9 @@ def test_answers_to_bounded_schemas_end_by_themselves(
     """With whitespace as it is by default: a model may write some wherever JSON allows it, and must come to an end."""
     wanted = schemas()
     params = [
-        SamplingParams(max_tokens=MAX_TOKENS, seed=seed, n=3, structured_outputs=StructuredOutputsParams(json=schema))
+        SamplingParams(
+            max_tokens=MAX_TOKENS, seed=seed, n=3, logprobs=0, structured_outputs=StructuredOutputsParams(json=schema)
+        )
         for schema in wanted.values()
     ]
     outputs = llm.generate(["Once upon a time"] * len(params), params, use_tqdm=False)
@@ -161,6 +139,8 @@ def test_answers_to_bounded_schemas_end_by_themselves(
         for answer in output.outputs:
             assert answer.finish_reason == "stop", (name, answer.text)
             jsonschema.validate(json.loads(answer.text), schema)
+            assert answer.logprobs is not None
+            assert len(answer.logprobs) == len(answer.token_ids)
 
 
 def towards_the_end(llm: LLM, strength: float) -> dict[int, float]:
@@ -201,44 +181,28 @@ def test_finished_answers_to_real_schemas_are_valid(llm: LLM, seed: int) -> None
     assert len(schemas) >= 190
 
 
-@pytest.mark.parametrize(
-    ("wanted", "fits"),
-    [
-        ({"choice": ["blue", "a kind of red"]}, "blue|a kind of red"),
-        ({"regex": "[a-c]{3} [0-9]+\\."}, "[a-c]{3} [0-9]+\\."),
-        ({"grammar": 'root ::= "x"{2,4} ("y" | "z")'}, "x{2,4}[yz]"),
-        ({"grammar": 'start: "a" B\nB: /[0-9]{2}/'}, "a[0-9]{2}"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-@pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30}, {"repetition_penalty": 1.5}], ids=str)
+WANTED: list[tuple[dict[str, Any], str]] = [
+    ({"choice": ["blue", "a kind of red"]}, "blue|a kind of red"),
+    ({"regex": "[a-c]{3} [0-9]+\\."}, "[a-c]{3} [0-9]+\\."),
+    ({"grammar": 'root ::= "x"{2,4} ("y" | "z")'}, "x{2,4}[yz]"),
+    ({"grammar": 'start: "a" B\nB: /[0-9]{2}/'}, "a[0-9]{2}"),
+]
+
+
+@sampled(("case", "others"), WANTED, [{}, {"ignore_eos": True}, {"min_tokens": 30}, {"repetition_penalty": 1.5}])
 def test_an_answer_ends_where_its_grammar_does(
-    llm: LLM, wanted: dict[str, Any], fits: str, others: dict[str, Any]
+    llm: LLM, case: tuple[dict[str, Any], str], others: dict[str, Any]
 ) -> None:
+    wanted, fits = case
     for answer in generate(llm, wanted, max_tokens=100, **others):
         assert answer.finish_reason == "stop"
         assert answer.stop_reason is None
         assert re.fullmatch(fits, answer.text)
 
 
-def test_an_answer_that_is_cut_says_so(llm: LLM) -> None:
-    for answer in generate(llm, {"regex": "[0-9]{50}"}, max_tokens=10):
-        assert answer.finish_reason == "length"
-        assert re.fullmatch("[0-9]{10,}", answer.text)
-
-
 def test_a_stop_string_may_come_first(llm: LLM) -> None:
     for answer in generate(llm, {"regex": "abc-def"}, stop=["-"]):
         assert (answer.text, answer.stop_reason) == ("abc", "-")
-
-
-def test_requests_with_and_without_grammar_run_together(llm: LLM) -> None:
-    held = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
-    free = SamplingParams(max_tokens=20, temperature=0.0)
-    alone = llm.generate(["Once upon a time"], free, use_tqdm=False)[0].outputs[0].text
-    outputs = llm.generate(["Once upon a time"] * 6, [held, free] * 3, use_tqdm=False)
-    assert {output.outputs[0].text for output in outputs[::2]} <= {"yes", "no"}
-    assert {output.outputs[0].text for output in outputs[1::2]} == {alone}
 
 
 def test_a_wrong_grammar_is_an_error_before_anything_runs(llm: LLM) -> None:
