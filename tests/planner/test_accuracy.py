@@ -60,7 +60,13 @@ def test_other_models_chips_and_versions() -> None:
     held("elsewhere", rows, calibration.shipped_errors(rows), 0.15, 0.25)
 
 
-@pytest.mark.parametrize(("chip", "engine"), list(calibration.FITTED_ON))
+@pytest.mark.parametrize(
+    ("chip", "engine"),
+    [
+        pytest.param(*fitted, marks=[pytest.mark.slow] if fitted == ("mi300x", "vllm") else [])
+        for fitted in calibration.FITTED_ON
+    ],
+)
 def test_what_is_shipped_is_the_fit_of_all_rows(chip: str, engine: str) -> None:
     rows = [row for table in calibration.FITTED_ON[chip, engine] for row in calibration.rows(table)]
     expected, shipped = fit(rows), find_efficiency(find_chip(chip), engine)

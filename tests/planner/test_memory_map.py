@@ -34,6 +34,7 @@ from headrace.planner.weights import layer_bytes
 from tests.models.driver import make_context
 from tests.models.tiny_configs import VARIANTS, tiny_config
 from tests.planner.planner_cases import mapped
+from tests.sampled import sampled
 
 H200, MI300X, H100 = CHIPS["h200"], CHIPS["mi300x"], CHIPS["h100"]
 ONE = Parallel()
@@ -135,8 +136,7 @@ def test_checkpoints_of_known_size() -> None:
 SERVED_HERE = [name for name, entry in catalogue().items() if entry.config["architectures"][0] in SERVED]
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-@pytest.mark.parametrize("name", SERVED_HERE)
+@sampled(("name", "tp"), SERVED_HERE, [1, 8])
 def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
     """To the byte, on the first rank, of each model of the catalogue that is served, as if it were unquantized; and
     rounded to fp8."""
@@ -166,8 +166,7 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     assert counted == held()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", SERVED)
+@sampled(("architecture", "tp"), SERVED, [1, 2])
 def test_weights_of_every_family_are_those_of_the_layers_that_are_built(architecture: str, tp: int) -> None:
     config = tiny_config(architecture, next(iter(VARIANTS[architecture].values()))).to_dict()
     config["architectures"] = [architecture]
@@ -205,8 +204,9 @@ def test_numbers_of_the_engine_are_its_own() -> None:
     assert (this.FILTER_BINS, this.FILTER_GROUP) == (filter._BINS, filter._GROUP)
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("form", ["bf16", "ptpc_fp8"])
+@sampled(
+    ("mode", "form"), ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"], ["bf16", "ptpc_fp8"]
+)
 def test_graphs_are_counted_as_the_runner_counts_them(mode: str, form: str) -> None:
     shape = find_model("llama-3.1-8b")
     found = mapped(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192, weight_format=form)

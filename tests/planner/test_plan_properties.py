@@ -31,6 +31,13 @@ CASES = [
     for number, model in enumerate(catalogue())
     for index, place in enumerate(PLACES)
 ]
+
+
+def chosen(number: int) -> int:
+    """Return the place of the one plan of a model that is no sweep: among them are all places, loads and engines."""
+    return (3 * number + number // 2) % len(PLACES)
+
+
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 32000,
          "max_position_embeddings": 32768, "head_dim": 128}  # fmt: skip
 AWKWARD = {
@@ -45,12 +52,19 @@ LEAST_BYTES = {"none": 2.0, "fp8": 1.0, "ptpc_fp8": 1.0, "int8": 1.0, "mxfp4": 0
 
 def test_the_grid_is_large() -> None:
     assert len(CASES) >= 200
-    assert {case[3] for case in CASES} == {"latency", "interactive", "throughput"}
+    sample = [CASES[number * len(PLACES) + chosen(number)] for number in range(len(catalogue()))]
+    assert {case[0] for case in sample} == {*catalogue()}
+    assert {case[1:3] for case in sample} == {*PLACES}
+    assert {(case[3], *case[4]) for case in sample} == {(objective, *load) for objective, load in LOADS}
+    assert {case[5] for case in sample} == {"headrace", "vllm"}
 
 
 @pytest.mark.parametrize(
     ("model", "gpu", "count", "objective", "load", "engine"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if place % 5 else []) for place, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=[] if place % len(PLACES) == chosen(place // len(PLACES)) else [pytest.mark.slow])
+        for place, case in enumerate(CASES)
+    ],
     ids=lambda value: str(value).replace(" ", "")[:30],
 )
 def test_a_plan(model: str, gpu: str, count: int, objective: str, load: dict[str, Any], engine: str) -> None:

@@ -112,14 +112,6 @@ def test_more_clients_give_more_and_wait_longer() -> None:
     assert [entry.itl_ms for entry in found] == sorted(entry.itl_ms for entry in found)
 
 
-def test_clients_beyond_the_cache_wait() -> None:
-    small = Limits(1024, 8192, 16_000)
-    few, many = (predict(deployment(), Workload(1000, 1000, count), small) for count in (10, 40))
-    assert many.ttft_ms > 10 * few.ttft_ms
-    assert many.output_tok_s == pytest.approx(few.output_tok_s, rel=0.1)
-    assert many.max_concurrency == 8
-
-
 def test_idle_ranks_add_nothing() -> None:
     one = predict(deployment(), Workload(512, 256, 2), LIMITS)
     eight = predict(deployment(parallel=Parallel(dp=8)), Workload(512, 256, 2), LIMITS)

@@ -22,6 +22,7 @@ from headrace.quantization import checkpoint_fields, gpu_linear, packed_layouts,
 from headrace.quantization.scheme import LinearSpec, Weights
 from tests.models.driver import make_context
 from tests.planner.planner_cases import mapped
+from tests.sampled import sampled
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 100, "hidden_size": 160, "num_hidden_layers": 2,
@@ -158,8 +159,7 @@ def built(config: dict[str, Any], rank: int, ranks: int) -> int:
     return sum(held(layer) for _, layer in layers)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@sampled(("name", "ranks"), CASES, [1, 2])
 def test_the_fullest_rank_holds_what_the_map_says(name: str, ranks: int) -> None:
     quantization, width = CASES[name]
     config = model(quantization, width)

@@ -21,6 +21,7 @@ from headrace.layers.linear import column_spec, row_spec
 from headrace.quantization.formats import FORMATS, linear_format
 from headrace.quantization.scheme import LinearSpec, Scheme, Weights
 from headrace.quantization.table import make_scheme
+from tests.sampled import sampled
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CPU, ALONE = torch.device("cpu"), Group(0, 1)
@@ -65,7 +66,13 @@ LINEARS = [
     for tool in TOOLS
     for name, one in about(tool)["linears"].items()
 ]
-each_linear = pytest.mark.parametrize("fixture", LINEARS, ids=lambda one: f"{one.tool}-{one.layout}-{one.name}")
+
+
+def say(value: Any) -> str:
+    return f"{value.tool}-{value.layout}-{value.name}" if isinstance(value, Fixture) else str(value)
+
+
+each_linear = pytest.mark.parametrize("fixture", LINEARS, ids=say)
 
 
 def load(fixture: Fixture, spec: LinearSpec, **changed: Tensor) -> Weights:
@@ -121,8 +128,7 @@ def test_kernels_read_the_same_weights(fixture: Fixture) -> None:
         assert packed.scales.dtype == expected.dtype  # what the checkpoint holds, and no more
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@each_linear
+@sampled(("fixture", "dtype"), LINEARS, [torch.float32, torch.float16, torch.bfloat16], say=say)
 def test_the_type_of_scales_is_the_files(fixture: Fixture, dtype: torch.dtype) -> None:
     """Whatever their values: all of these fit bfloat16."""
     name = "scales" if "scales" in fixture.tensors else "weight_scale"
@@ -137,8 +143,7 @@ def test_the_type_of_scales_is_the_files(fixture: Fixture, dtype: torch.dtype) -
     assert torch.equal(layout.dequantize(spec, weights)["weight"], exact * factors)
 
 
-@each_linear
-@pytest.mark.parametrize("size", [2, 4])
+@sampled(("fixture", "size"), LINEARS, [2, 4], say=say)
 def test_ranks_read_their_slices(fixture: Fixture, size: int) -> None:
     expected = fixture.tensors["expected"].float()
     outputs, inputs = fixture.shape

@@ -8,6 +8,7 @@ import torch
 
 from headrace.sampling import logprobs
 from headrace.sampling.logprobs import gather_logprobs
+from tests.sampled import sampled
 
 
 def check(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> None:
@@ -21,8 +22,7 @@ def check(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> None:
         assert result.ranks[i].item() == 1 + sum(value > row[token] for value in row)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("k", [0, 1, 5, 20])
+@sampled(("dtype", "k"), [torch.float32, torch.bfloat16, torch.float16], [0, 1, 5, 20])
 def test_random_logits(dtype: torch.dtype, k: int) -> None:
     logits = (torch.randn(9, 203) * 3).to(dtype)
     check(logits, torch.randint(203, (9,)), k)

@@ -13,6 +13,7 @@ import torch
 
 from headrace.sampling.sampler import Sampler, SampleResult
 from headrace.sampling.state import Feature
+from tests.sampled import sampled
 
 from .oracle import Bench, Case, SamplingParams, forbidden_tokens, invalid, kept_tokens, processed_logits, random_case
 
@@ -37,8 +38,7 @@ def check(bench: Bench, rows: list[int], logits: torch.Tensor, result: SampleRes
     return certain
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("vocab_size", [33, 64])
+@sampled(("seed", "vocab_size"), range(4), [33, 64])
 def test_ragged_batches_of_mixed_requests_equal_the_oracle(seed: int, vocab_size: int) -> None:
     """Requests come, run a few steps in batches of changing order, and go; rows are reused."""
     rng = np.random.default_rng(seed)
@@ -55,33 +55,6 @@ def test_ragged_batches_of_mixed_requests_equal_the_oracle(seed: int, vocab_size
             bench.append(rows, result.token_ids.tolist())
         bench.remove([row for row in list(bench.cases) if rng.random() < 0.4 or len(bench.cases[row].output) > 30])
     assert certain > 20
-
-
-FEATURES = {
-    "temperature": {"temperature": 0.3},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.4},
-    "min_p": {"min_p": 0.5},
-    "presence": {"presence_penalty": 2.0},
-    "frequency": {"frequency_penalty": -1.5},
-    "repetition": {"repetition_penalty": 1.9},
-    "logit_bias": {"logit_bias": {3: 4.0, 5: -9.0}},
-    "allowed": {"allowed_token_ids": [1, 4, 44]},
-    "min_tokens": {"min_tokens": 9},
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_feature_alone(name: str, temperature: float) -> None:
-    rng = np.random.default_rng(len(name))
-    bench = Bench(vocab_size=45, max_rows=64)
-    params = SamplingParams(**({"temperature": temperature} | FEATURES[name]))
-    for row in range(64):
-        plain = random_case(rng, 45)
-        bench.add({row: Case(params, plain.prompt, plain.output, plain.stop_token_ids, seed=plain.seed)})
-    logits = torch.randn(64, 45) * 2
-    check(bench, list(range(64)), logits, bench.sample(logits, list(range(64))))
 
 
 def alone_and_among(

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 import torch
+
+from tests.sampled import sampled
 
 from .oracle import Bench, Case, SamplingParams, softmax
 
@@ -43,17 +44,15 @@ SEEDS = {
 }
 
 
-@pytest.mark.parametrize("logits", [UNIFORM, SKEWED], ids=["uniform", "skewed"])
-@pytest.mark.parametrize("name", SEEDS)
-def test_tokens_follow_the_distribution(logits: torch.Tensor, name: str) -> None:
+@sampled(("name", "logits"), SEEDS, [UNIFORM, SKEWED])
+def test_tokens_follow_the_distribution(name: str, logits: torch.Tensor) -> None:
     tokens = draw(logits, list(SEEDS[name]), 250)
     expected = softmax(logits.numpy()) * tokens.size
     observed = np.bincount(tokens.reshape(-1), minlength=len(logits))
     assert surprise(observed, expected) < DEVIATIONS
 
 
-@pytest.mark.parametrize("shift", [(0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (0, 64), (3, 7)])
-@pytest.mark.parametrize("name", SEEDS)
+@sampled(("name", "shift"), SEEDS, [(0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (0, 64), (3, 7)])
 def test_draws_are_independent_across_seeds_and_positions(name: str, shift: tuple[int, int]) -> None:
     """shift (s, p): pairs of tokens at (seed, position) and (seed + s, position + p)."""
     logits = torch.tensor([1.0, 0.5, 0.0, 0.0, -0.5])

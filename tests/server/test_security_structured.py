@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.sampled import sampled
 from tests.scripted.engine import Scripted, scripted_servers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.server.hostile import GRAMMARS, REGEXES, laughs
@@ -200,8 +201,7 @@ HOSTILE_NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "named"])
-@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: ascii(name)[:20])
+@sampled(("name", "choice"), HOSTILE_NAMES, ["auto", "required", "named"], say=lambda name: ascii(name)[:20])
 def test_names_of_tools_are_data(scripted: Scripted, name: str, choice: str) -> None:
     """A name with a path, markup or code is refused, or is text and no more."""
     function = {"name": name, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -220,8 +220,7 @@ CODE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parser", ["pythonic", "llama4_pythonic", "olmo3", "qwen3_coder", "hermes", "lfm2"])
-@pytest.mark.parametrize("code", CODE, ids=lambda code: code[:32])
+@sampled(("code", "parser"), CODE, ["pythonic", "llama4_pythonic", "olmo3", "qwen3_coder", "hermes", "lfm2"])
 def test_what_a_model_writes_is_never_run(scripted: Scripted, tmp_path: Path, parser: str, code: str) -> None:
     """CVE-2025-9141: a parser of tool calls that evaluated the model's text."""
     path = tmp_path / "touched"

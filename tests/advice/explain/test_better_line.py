@@ -9,6 +9,7 @@ import pytest
 
 from headrace.advice.explain.explain import Explanation, explain
 from headrace.planner.chips import find_chip
+from tests.sampled import sampled
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -125,9 +126,10 @@ def test_where_nothing_mends_it_there_is_no_better_line(text: str, gpu: str) -> 
     assert "vllm" not in whole.better
 
 
-@pytest.mark.parametrize("gpu", ["mi300x", "h200", "l40s"])
-@pytest.mark.parametrize("tp", [1, 3, 5, 6, 8, 12])
-@pytest.mark.parametrize("model", [LLAMA, "meta-llama/Llama-3.1-405B", "deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-30B-A3B"])
+@sampled(
+    ("model", "tp", "gpu"), [LLAMA, "meta-llama/Llama-3.1-405B", "deepseek-ai/DeepSeek-R1", "Qwen/Qwen3-30B-A3B"],
+    [1, 3, 5, 6, 8, 12], ["mi300x", "h200", "l40s"],
+)  # fmt: skip
 def test_no_better_line_has_anything_wrong(model: str, tp: int, gpu: str) -> None:
     for text in explained(f"vllm serve {model} -tp {tp} --max-num-seqs 0 --block-size 7", gpu).better.values():
         again = explained(text, gpu)

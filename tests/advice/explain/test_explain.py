@@ -26,6 +26,7 @@ from headrace.planner.chips import CHIPS, find_chip
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
 from tests.advice.explain.test_command_line import COMMANDS, name_of, shell_text
+from tests.sampled import sampled
 
 BLOG = (
     "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT4 VLLM_ROCM_USE_AITER_MHA=0 HIP_FORCE_DEV_KERNARG=1 "
@@ -231,8 +232,10 @@ def test_every_claim_is_met_by_some_line() -> None:
     assert met | set(explained(BLOG).claims) == set(CLAIMS)
 
 
-@pytest.mark.parametrize("gpu", [None, "mi300x", "mi355x", "h200", "a100", "cpu"])
-@pytest.mark.parametrize("record", COMMANDS, ids=name_of)
+@sampled(
+    ("record", "gpu"), COMMANDS, [None, "mi300x", "mi355x", "h200", "a100", "cpu"],
+    say=lambda value: name_of(value) if isinstance(value, dict) else str(value),
+)  # fmt: skip
 def test_every_published_command_is_answered(record: dict[str, Any], gpu: str | None) -> None:
     line = parse_command(shell_text(record))
     whole = explain_line(line, find_chip(gpu) if gpu else None)
@@ -275,12 +278,9 @@ PLANNED = [("llama-3.1-405b", "mi300x", 8), ("gpt-oss-120b", "mi300x", 1), ("dee
            ("llama-3.1-70b", "mi300x", 8)]  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["headrace", "vllm"])
-@pytest.mark.parametrize(("model", "gpu", "count"), PLANNED)
-@pytest.mark.parametrize("concurrency", [4, 1024])
-def test_what_a_plan_writes_needs_no_better_line(
-    model: str, gpu: str, count: int, concurrency: int, engine: str
-) -> None:
+@sampled(("planned", "engine", "concurrency"), PLANNED, ["headrace", "vllm"], [4, 1024])
+def test_what_a_plan_writes_needs_no_better_line(planned: tuple[str, str, int], engine: str, concurrency: int) -> None:
+    model, gpu, count = planned
     asked = PlanRequest(model=model, gpu=gpu, num_gpus=count, engine=engine, concurrency=concurrency)
     for command in make_plan(asked).commands:
         for whole in explain(command.lines[0], find_chip(gpu)):
