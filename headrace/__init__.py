@@ -10,6 +10,8 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
 
     from headrace.engine.beam_search import BeamSearchParams
     from headrace.llm import LLM, TextPrompt, TokensPrompt
+    from headrace.pooling import PoolingParams, PoolingRequestOutput
     from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
     from headrace.structured_params import StructuredOutputsParams
 
 _HOMES = {
     "BeamSearchParams": "engine.beam_search",
+    "PoolingParams": "pooling",
+    "PoolingRequestOutput": "pooling",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_params",
     "RequestOutput": "request",

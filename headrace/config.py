@@ -106,6 +106,29 @@ class EngineConfig:
         choices=("auto", "safetensors", "dummy"),
     )
     skip_tokenizer_init: bool = model_knob(False, "Run without tokenizer: prompts and outputs are token ids.")
+    runner: str = model_knob(
+        "auto",
+        "What the model does: `generate` text or, by `pooling`, vectors and scores; `auto`, what its architecture and "
+        "the files of sentence-transformers say.",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = model_knob(
+        "auto",
+        "What a model that pools gives: `embed` or `classify` (scores too). A generating one classifies by the logits "
+        "of two tokens, `no` and `yes` unless config.json has `classifier_from_token`.",
+        choices=("auto", "none", "embed", "classify"),
+    )
+    task: str | None = model_knob(
+        None,
+        "Older name of runner and convert together.",
+        choices=("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
+    )
+    pooler_config: dict[str, Any] = model_knob(
+        {},
+        'JSON, e.g. \'{"pooling_type": "MEAN", "normalize": false}\': how hidden states become one vector (LAST, CLS, '
+        "MEAN), and whether it gets length 1 (a score: is squashed), where the model's files say otherwise.",
+    )
+    hf_overrides: dict[str, Any] = model_knob({}, "JSON: fields that config.json is read with.")
     trust_remote_code: bool = model_knob(
         False, "Accepted for compatibility; code from a model repository is never run."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import logging
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,13 +28,28 @@ from headrace.engine.core import EngineCore
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
+from headrace.engine.pooling import POOLED, Pair, PoolingInputs, cosine, need_pooling, numbers, paired
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
+from headrace.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Settled,
+)
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):
@@ -56,7 +72,6 @@ class TokensPrompt(TypedDict):
 Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 PROMPT_KEYS = TextPrompt.__annotations__.keys() | TokensPrompt.__annotations__.keys()
 NOT_HERE = {
-    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), "--runner"),
     **dict.fromkeys(("sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "--worker-extension-cls"),
 }
@@ -75,7 +90,7 @@ class LLM:
             logger.warning("%s", notice(notes).removeprefix("headrace: note: "))
         engine_config = EngineConfig(**(knobs_from_environment(EngineConfig) | given))
         folder = model_folder(engine_config)
-        model_config = read_served_config(folder)
+        model_config = read_served_config(folder, engine_config)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
         self._core = build_core(engine_config, folder, False, executor, self.tokenizer)
@@ -162,6 +177,106 @@ class LLM:
             sequence.text = None if self.tokenizer is None else self.tokenizer.decode(sequence.tokens)
         return found
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what a model that pools makes of each prompt, or of each of its tokens (`token_embed`)."""
+        _refuse_adapters(lora_request)
+        params = PoolingParams() if pooling_params is None else copy.copy(pooling_params)
+        params.task = pooling_task or params.task
+        if truncate_prompt_tokens is not None:
+            params.truncate_prompt_tokens = truncate_prompt_tokens
+        params.__post_init__()
+        pooler = self._need_pooling()
+        settled = params.settled(pooler.pooling)
+        tokenized = [pooler.ids_of(_text_or_ids(prompt), params) for prompt in _as_list(prompts)]
+        return self._pool(tokenized, settled, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt."""
+        made = self.encode(
+            prompts, pooling_params, use_tqdm, lora_request=lora_request, pooling_task="embed",
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )  # fmt: skip
+        return [_with(one, EmbeddingOutput(one.outputs.data.tolist())) for one in made]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the model's labels for each prompt."""
+        made = self.encode(prompts, pooling_params, use_tqdm, lora_request=lora_request, pooling_task="classify")
+        return [_with(one, ClassificationOutput(one.outputs.data.tolist())) for one in made]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_2` goes with its own of `data_1`, or with the only one: by a model that
+        reads pairs, else by the cosine of two vectors."""
+        _refuse_adapters(lora_request)
+        first, second = ([data] if isinstance(data, str) else [*data] for data in (data_1, data_2))
+        pairs = paired(first, second)
+        pooler, params = self._need_pooling(), pooling_params or PoolingParams()
+        params = PoolingParams(
+            use_activation=params.use_activation,
+            truncate_prompt_tokens=truncate_prompt_tokens or params.truncate_prompt_tokens,
+        )
+        settled = params.settled(pooler.pooling)
+        if pooler.pooling.scores_pairs:
+            ids = [pooler.pair_ids(Pair(first[a], second[b]), params) for a, b in pairs]
+            return [_with(one, ScoringOutput(float(one.outputs.data[0]))) for one in self._pool(ids, settled, use_tqdm)]
+        if pooler.pooling.task != "embed":
+            raise RequestError("this model has several labels for a text, and no score for a pair", "data_1")
+        made = self._pool([pooler.ids_of(text, params) for text in (*first, *second)], settled, use_tqdm)
+        vectors = [one.outputs.data.numpy() for one in made]
+        return [
+            _with(made[len(first) + b], ScoringOutput(cosine(vectors[a], vectors[len(first) + b]))) for a, b in pairs
+        ]
+
+    def _need_pooling(self) -> PoolingInputs:
+        pooling = need_pooling(self._inputs.limits.pooling)
+        return PoolingInputs(pooling, self._inputs, self.tokenizer, self.config.chat_template is not None)
+
+    def _pool(
+        self, prompts: Sequence[list[int]], settled: Settled, use_tqdm: bool
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        import torch
+
+        outputs = self._run([*prompts], POOLED, use_tqdm, False, None, settled.unit)
+        return [
+            PoolingRequestOutput(
+                one.request_id, PoolingOutput(torch.from_numpy(numbers(one, settled).copy())), one.prompt_token_ids,
+                one.num_cached_tokens,
+            )
+            for one in outputs
+        ]  # fmt: skip
+
     def stats(self) -> SchedulerStats:
         """Return numbers of running and waiting requests and KV blocks, and counters since start."""
         return self._core.scheduler.stats()
@@ -203,6 +318,7 @@ class LLM:
         use_tqdm: bool,
         add_special_tokens: bool,
         priority: Sequence[int] | None,
+        pools: str = "",
     ) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise HeadraceError("this LLM has been shut down")
@@ -228,6 +344,7 @@ class LLM:
                     arrival_time=arrival_time,
                     priority=0 if priority is None else priority[i],
                     cache_salt=cache_salt,
+                    pools=pools,
                 )
                 opened.append(self._outputs.add(name, text, requests, params[i], "final", lambda: None))
                 batch.extend(requests)
@@ -298,6 +415,23 @@ def _result(request: OpenRequest) -> RequestOutput:
     if output.prompt_logprobs is not None:
         output.prompt_logprobs = [*output.prompt_logprobs]
     return output
+
+
+def _with(output: PoolingRequestOutput[Any], outputs: T) -> PoolingRequestOutput[T]:
+    """Return a request's output with other contents."""
+    return PoolingRequestOutput(
+        output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens, output.finished
+    )
+
+
+def _text_or_ids(prompt: Prompt) -> str | list[int]:
+    """Return what of a prompt is pooled."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    found: Any = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    if not isinstance(found, str | list):
+        raise RequestError("prompt must have `prompt` or `prompt_token_ids`", "prompt")
+    return found
 
 
 def _refuse_adapters(lora_request: Any) -> None:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ModelNotFoundError, UnsupportedModelError, UserError
+from headrace.pooling import Pooling
 
 MOST = 2**31 - 1
 """The largest size: what a 32-bit index reaches, so that products of a few sizes stay finite"""
@@ -230,6 +231,8 @@ class ModelConfig:
     """The model has other parts, such as an image encoder, which text does not use"""
     draft_layers: int = 0
     """layers behind the others that a checkpoint may hold to draft further tokens"""
+    pooling: Pooling | None = None
+    """how it makes vectors or scores; None: it generates text"""
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """generation_config.json as it is"""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -241,12 +244,17 @@ class ModelConfig:
         return Fields(self.raw, f"config.json of {self.architecture}")
 
     @classmethod
-    def from_folder(cls, folder: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> ModelConfig:
-        """Read the config of a model's folder; `defaults`: values of fields that it may leave out. Raises
-        ModelNotFoundError where a file is missing or cannot be read, UnsupportedModelError where a field is missing
-        or has no valid value."""
+    def from_folder(
+        cls,
+        folder: Path,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ModelConfig:
+        """Read the config of a model's folder; `defaults`: values of fields that it may leave out; `overrides`: values
+        that replace its own. Raises ModelNotFoundError where a file is missing or cannot be read,
+        UnsupportedModelError where a field is missing or has no valid value."""
         generation = folder / "generation_config.json"
-        raw = read_config(folder / "config.json")
+        raw = {**read_config(folder / "config.json"), **overrides}
         return cls.from_dict(raw, read_object(generation) if os.path.lexists(generation) else {}, defaults)
 
     @classmethod

@@ -536,6 +536,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     tied_embeddings: bool = False
     """the embedding also serves as the head"""
+    has_head: bool = True
+    """False: there is no head over the vocabulary, since the model does not generate"""
     vision_weights: int = 0
     """parameters of an image encoder, which text does not use"""
     draft_weights: int = 0

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from headrace.errors import HeadraceError, QueueFullError, RequestError
+from headrace.pooling import Pooled
 from headrace.sampling_params import SamplingParams
 from headrace.step import Logprobs
 
@@ -36,6 +37,13 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP request that it is part of; its choices take turns as one. Empty: it came alone."""
     grammar: str = ""
     """What holds its output, as structured_outputs/grammar.py writes it; empty: nothing does."""
+    pools: str = ""
+    """What it wants numbers for, of a model that pools: its `text` or its `tokens`; empty: it generates."""
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Tell whether each of its prompt tokens has to be computed, even if the prefix cache has it."""
+        return self.params.prompt_logprobs is not None or self.pools == "tokens"
 
 
 class FinishReason(enum.StrEnum):
@@ -61,6 +69,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     """Parallel to new_token_ids when asked for, else empty."""
     new_prompt_logprobs: list[Logprobs] = []
     """Entries of prompt tokens 1, 2, ... in order, as chunks complete."""
+    pooled: list[Pooled] = []
+    """What a model that pools made of it."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set in the first output."""
     scheduled_time: float = 0.0
@@ -141,7 +151,8 @@ class Request:
     num_inflight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_prompt_logprobs_sent: int = 0
+    num_positions_sent: int = 0
+    """Positions of the prompt whose logprobs, or vectors, were sent."""
     max_total_tokens: int = 0
     """Most tokens of prompt and output together; set by the scheduler, which knows max_model_len."""
     admitted_step: int = -1
@@ -259,6 +270,8 @@ class CompletionOutput:
     """Per output token: token id -> Logprob, the sampled token first."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pooled: list[Pooled] = field(default_factory=list)
+    """What a model that pools made of the prompt, instead of text."""
     lora_request: None = None
     """As in vLLM; adapters are not served yet."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.cache_groups import CacheLayout
+from headrace.pooling import Pooled
 from headrace.sampling_params import SamplingParams
 
 NO_TOKEN_ALLOWED = -1
@@ -32,6 +33,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """always set: the user's seed, or a random one drawn by the input processor"""
     output_token_ids: list[int] = []
     """what was sampled before a preemption"""
+    pools_tokens: bool = False
+    """of a model that pools: the request wants something of each token, not of the whole text"""
 
 
 class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -142,6 +145,8 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """parallel to `SchedulerOutput.rows`, for a step with drafts: how many of `token_ids` are each request's"""
     drafts: dict[int, list[int]] = {}
     """row -> the drafts behind its newest token, of rows that had masks: the next step's masks depend on them"""
+    pooled: dict[int, Pooled] = {}
+    """row -> what a model that pools made in this step: of its tokens, or of the text that the step completes"""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

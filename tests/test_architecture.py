@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_MODULES = {
     "config", "model_config", "model_spec", "sampling_params", "structured_params", "request", "errors", "step", "hub",
-    "process", "child", "output", "speculation",
+    "process", "child", "output", "speculation", "pooling",
     "graph_sizes", "cache_groups", "layer_parts",
 }  # fmt: skip
 ORDER = [

@@ -20,6 +20,7 @@ from headrace.engine.input_processor import InputProcessor, ModelLimits, samplin
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
+from headrace.engine.pooling import PoolingInputs
 from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDeadError
@@ -78,6 +79,11 @@ class AsyncEngine:
         self.kv_cache_tokens = layout.tokens_in(facts.num_pages, limits.max_model_len)
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)
+        self.pooling_inputs: PoolingInputs | None = None
+        """What prepares the prompts of a model that pools."""
+        if limits.pooling is not None:
+            templated = facts.config.chat_template is not None
+            self.pooling_inputs = PoolingInputs(limits.pooling, self._inputs, tokenizer, templated)
         self._outputs = OutputProcessor(tokenizer, self.metrics)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._dead: EngineDeadError | None = None
@@ -90,7 +96,7 @@ class AsyncEngine:
         """Start the core and wait until it can serve. Raises UserError for whatever keeps it from starting. `executor`:
         `module:attribute` of a function to use in place of `make_executor`, for tests."""
         folder = await asyncio.to_thread(model_folder, config)
-        model_config = read_served_config(folder)
+        model_config = read_served_config(folder, config)
         sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
         client = AsyncMPClient(config, folder, executor)
         try:
@@ -115,6 +121,7 @@ class AsyncEngine:
         parent: str | None = None,
         reservation: Reservation | None = None,
         grammar: str | None = None,
+        pools: str = "",
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run the prompts of one HTTP request; yield batches of (prompt index, output) with all that has come.
 
@@ -123,7 +130,7 @@ class AsyncEngine:
         skip them. `client` and `parent`: whose request it is, and the HTTP request that it is part of (None: it stands
         alone), among which the scheduler takes turns. `reservation`: the prompts' place in the queue; without one they
         are sent whatever waits. `grammar`: what holds the outputs (made off the event loop); None: what `params` ask
-        for.
+        for. `pools`: see EngineCoreRequest.
 
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
         HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
@@ -140,6 +147,7 @@ class AsyncEngine:
                 requests = self._inputs.process(
                     name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
                     client=client, parent=request_id if parent is None else parent, grammar=grammar,
+                    pools=pools,
                 )  # fmt: skip
                 opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set, kept)
                 if not self.config.disable_log_requests:

@@ -58,7 +58,7 @@ def build_core(
     """Return a core that is ready to serve the model in `folder`. Raises UserError for whatever keeps it from starting.
     `beside_server`: an HTTP process shares the machine, and answers are streamed. `executor`: `module:attribute` of a
     function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already."""
-    model_config = read_served_config(folder)
+    model_config = read_served_config(folder, config)
     config = with_local_draft(config)
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)

@@ -15,10 +15,13 @@ from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, RequestError, quoted
 from headrace.model_config import ModelConfig
+from headrace.pooling import Pooling
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
 from headrace.structured_outputs.conversion import of_params
 
+NO_TEXT = "this model does not generate text: it makes vectors or scores (--runner pooling)"
+NO_POOLING = "this model makes no vectors or scores: it generates text (--runner generate)"
 MAX_CHARS_PER_TOKEN = 256
 """Most characters that one token of a plausible vocabulary covers."""
 MEASURED_BYTES = 2**16
@@ -42,6 +45,13 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     why: str = ""
     """What bounds max_model_len, if neither the model nor the user does."""
+    pooling: Pooling | None = None
+    """How the model makes vectors or scores; None: it generates."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: where something follows it, at least one is left for that."""
+        return self.max_model_len - (self.pooling is None)
 
     @classmethod
     def of(
@@ -57,7 +67,10 @@ class ModelLimits:
         configured = config.max_model_len or model_config.max_position_embeddings
         room = layout.longest(num_pages, configured, config.max_num_batched_tokens or 1) + 1
         why = f" (the KV cache has room for no more than {room - 1} tokens)" if room < configured else ""
-        return cls(model_config.vocab_size, min(configured, room), eos_token_ids(model_config, tokenizer), why)
+        return cls(
+            model_config.vocab_size, min(configured, room), eos_token_ids(model_config, tokenizer), why,
+            model_config.pooling,
+        )  # fmt: skip
 
 
 def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -119,8 +132,9 @@ class InputProcessor:
         """Return the token ids of a prompt that `process` will accept. Called for all prompts of an HTTP request before
         any of them runs."""
         ids = self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        self._check_prompt(ids)
-        self._max_tokens(len(ids), params)
+        self.check_prompt(ids)
+        if self.limits.pooling is None:
+            self._max_tokens(len(ids), params)
         return ids
 
     def check_together(self, num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -147,13 +161,16 @@ class InputProcessor:
         client: str = "",
         parent: str = "",
         grammar: str | None = None,
+        pools: str = "",
     ) -> list[EngineCoreRequest]:
-        """Return `params.n` requests of one choice each, with ids `REQUEST_ID-i` and consecutive seeds. `client` and
-        `parent`: see EngineCoreRequest. `grammar`: what holds the output; None: what `params` ask for."""
-        self._check_prompt(prompt_token_ids)
+        """Return `params.n` requests of one choice each, with ids `REQUEST_ID-i` and consecutive seeds. `client`,
+        `parent` and `pools`: see EngineCoreRequest. `grammar`: what holds the output; None: what `params` ask for."""
+        if bool(pools) != (self.limits.pooling is not None):
+            raise RequestError(NO_TEXT if not pools else NO_POOLING, "model")
+        self.check_prompt(prompt_token_ids, segments=bool(pools))
         self._check_params(params)
         self._check_envelope(request_id, priority, cache_salt)
-        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        max_tokens = 1 if pools else self._max_tokens(len(prompt_token_ids), params)
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.limits.eos_token_ids)]
         bad_words = self._bad_words(params.bad_words)
         if grammar is None:
@@ -183,6 +200,7 @@ class InputProcessor:
                 client=client,
                 parent=parent,
                 grammar=grammar,
+                pools=pools,
             )
             for i in range(params.n)
         ]
@@ -201,17 +219,20 @@ class InputProcessor:
         why = "the server runs without a tokenizer" if has_end else "the model has no token that ends an output"
         raise RequestError(f"output cannot be held to a grammar: {why}", "structured_outputs")
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def check_prompt(self, ids: list[int], segments: bool = False) -> None:
+        """Check token ids; with `segments`, those of a pair's second text may be id + vocab_size."""
         wrong_type = RequestError("prompt must be a text or a list of token ids (integers)", "prompt")
         if not isinstance(ids, list):
             raise wrong_type
         if not ids:
             raise RequestError("prompt must not be empty: it needs at least one token", "prompt")
-        if len(ids) >= self.limits.max_model_len:  # checked before the ids are, of which there may be millions
+        if len(ids) > self.limits.longest_prompt:  # checked before the ids are, of which there may be millions
             raise self._too_long(str(len(ids)))
         if {*map(type, ids)} != {int}:
             raise wrong_type
-        self._check_ids("prompt", [min(ids), max(ids)])
+        second = segments and self.limits.pooling is not None and self.limits.pooling.segments
+        most = max(0, max(ids) - self.limits.vocab_size) if second else max(ids)
+        self._check_ids("prompt", [min(ids), most])
 
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -283,10 +304,10 @@ class InputProcessor:
         return found
 
     def _too_long(self, count: str) -> RequestError:
+        left = ", of which at least one must be left for the completion" if self.limits.pooling is None else ""
         return RequestError(
-            f"This model's maximum context length is {self.limits.max_model_len} tokens{self.limits.why}, of which at "
-            f"least one must be left for the completion. However, your prompt has {count} tokens. Please reduce its "
-            "length.",
+            f"This model's maximum context length is {self.limits.max_model_len} tokens{self.limits.why}{left}. "
+            f"However, your prompt has {count} tokens. Please reduce its length.",
             "prompt",
         )
 

@@ -297,6 +297,9 @@ class Iteration:
         """Count the output of one choice. `num_kept`: how many of its new tokens count."""
         if output.scheduled_time:
             times.scheduled = output.scheduled_time
+        if output.pooled and output.finish_reason is not None:
+            self._num_prompt += num_prompt_tokens
+            times.first_token = times.last_token = self._now
         if not num_kept:
             return
         self._num_generated += num_kept
@@ -311,7 +314,7 @@ class Iteration:
     def end(self) -> None:
         """Add the step's sums to the metrics."""
         metrics, generated, prompt = self._metrics, self._num_generated, self._num_prompt
-        if not generated:
+        if not generated and not prompt:
             return
         metrics.iteration_tokens.observe(generated + prompt)
         metrics.generation_tokens.inc(generated)

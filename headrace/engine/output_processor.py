@@ -16,6 +16,7 @@ from headrace.engine.messages import Abort
 from headrace.engine.metrics import EngineMetrics, RequestTimes
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, RequestError
+from headrace.pooling import Pooled
 from headrace.request import (
     CompletionOutput,
     EngineCoreOutput,
@@ -74,6 +75,7 @@ class _Choice:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    pooled: list[Pooled] = field(default_factory=list)
 
     def close_text(self, last_is_stop_token: bool) -> None:
         """Add the text that the detokenizer has held back, as no more tokens will come."""
@@ -91,6 +93,7 @@ class _Choice:
             self.logprobs,
             None if self.finish_reason is None else self.finish_reason.value,
             self.stop_reason,
+            self.pooled,
         )
         self.texts, self.token_ids, self.changed = [], [], False
         self.logprobs = None if self.logprobs is None else []
@@ -306,6 +309,7 @@ class OutputProcessor:
     def _add_output(self, request: OpenRequest, choice: _Choice, output: EngineCoreOutput) -> bool:
         """Add what a step brought to a choice. Returns True if a stop string ended it, which the core must be told."""
         token_ids = output.new_token_ids
+        choice.pooled += output.pooled
         stop: str | None = None
         by_token = output.finish_reason is FinishReason.STOP and not output.completes_grammar
         if choice.detokenizer is not None and not choice.text_at_end:

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
     folder = Path(config.folder)
     try:
-        model_config = read_served_config(folder)
+        model_config = read_served_config(folder, config.config)
         worker = Worker(config.config, folder, model_config, rank=config.rank, rendezvous=config.rendezvous)
         while not isinstance(command := decoder.decode(commands.recv()), Stop):
             if isinstance(command, Execute | Sample):

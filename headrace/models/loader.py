@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
@@ -46,8 +46,9 @@ from headrace.models.checkpoint import (
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
-from headrace.models.registry import describe, resolve
+from headrace.models.registry import LLAMA, describe, resolve
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
+from headrace.pooling import HeadLayer
 from headrace.quantization.checkpoint_format import kv_cache_type
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import resolve_format
@@ -60,13 +61,22 @@ Headers = Callable[[Path], list[StoredTensor]]
 """a file -> the tensors that its header names"""
 NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
 """Tensors that old checkpoints hold though they follow from config.json"""
+OF_HEADS = r"^(model\.)?(lm_head|pooler|pooler_dense|cls|head|head_dense|head_norm|decoder|classifier|score)\b"
+"""Tensors that a model which pools leaves where they are, unless it has that head itself"""
+POOLED = ("headrace.models.pooled", "PooledModel")
+"""Module and class of all models that pool"""
 
 
 def build_model(config: ModelConfig, context: LayerContext) -> Any:
     """Build the model without memory for its weights. Raises UnsupportedModelError, or ConfigError where the ranks do
     not divide it."""
     entry = resolve(config)
-    model_class = getattr(importlib.import_module(entry.module), entry.class_name)
+    module, name = entry.module, entry.class_name
+    if config.pooling is not None:
+        if module != LLAMA[0]:
+            raise UnsupportedModelError(f"{config.architecture} cannot pool: it has modules of its own, which generate")
+        module, name = POOLED
+    model_class = getattr(importlib.import_module(module), name)
     return model_class(config, entry.spec(config.fields), context)
 
 
@@ -101,9 +111,11 @@ def load_model(
             slots = slots_of(layers, context.device)
             fill_with_dummies(slots, seed)
         else:
-            match_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
+            not_needed = tensors_not_needed(config)
+            match_checkpoint(_in_folder(slots, config), folder, not_needed, tensors_of)
             slots = slots_of(layers, context.device)
-            fill_from_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
+            fill_from_checkpoint(_in_folder(slots, config), folder, not_needed, tensors_of)
+            _fill_dense_layers(slots, folder, config)
             model.notes += _leave_scales_of_other_caches(config, layers)
             model.notes += [f"Skipped: {count} tensors {of}." for of, count in others.items()]
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
@@ -117,6 +129,41 @@ def load_model(
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
     return model
+
+
+def tensors_not_needed(config: ModelConfig) -> re.Pattern[str]:
+    """Return what the names match of tensors that a checkpoint may hold and this model does not have."""
+    others = [NOT_NEEDED.pattern]
+    if config.tie_word_embeddings:
+        others.append(r"^lm_head\.weight$")
+    if config.pooling is not None:
+        others.append(OF_HEADS)
+    return re.compile("|".join(f"({one})" for one in others))
+
+
+def _in_folder(slots: dict[str, Slot], config: ModelConfig) -> dict[str, Slot]:
+    """Return the slots of tensors that are in the model's own files."""
+    elsewhere = tuple(f"{layer.name}." for layer in _dense_layers(config))
+    return {name: slot for name, slot in slots.items() if not elsewhere or not name.startswith(elsewhere)}
+
+
+def _dense_layers(config: ModelConfig) -> list[HeadLayer]:
+    """Return the layers behind pooling whose tensors have a folder of their own."""
+    return [] if config.pooling is None else [layer for layer in config.pooling.head if layer.folder]
+
+
+def _fill_dense_layers(slots: dict[str, Slot], folder: Path, config: ModelConfig) -> None:
+    """Fill layers of sentence-transformers, whose folders call each one's tensors `linear.*`."""
+    for layer in _dense_layers(config):
+
+        def read(file: Path, name: str = layer.name) -> list[StoredTensor]:
+            return [
+                replace(one, name=f"{name}.{one.name.removeprefix('linear.')}", within=one.name)
+                for one in stored_tensors(file)
+            ]
+
+        own = {name: slot for name, slot in slots.items() if name.startswith(f"{layer.name}.")}
+        fill_from_checkpoint(own, folder / layer.folder, tensors_of=read)
 
 
 def _text_headers(config: ModelConfig) -> tuple[Headers, Counter[str]]:
@@ -263,12 +310,12 @@ def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
 def fill_from_checkpoint(
     slots: dict[str, Slot],
     folder: Path,
-    tied: bool = False,
+    not_needed: re.Pattern[str] = NOT_NEEDED,
     tensors_of: Callable[[Path], list[StoredTensor]] = stored_tensors,
 ) -> None:
     """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
     is checked before anything else is read; `tensors_of` reads them."""
-    found = match_checkpoint(slots, folder, tied, tensors_of)
+    found = match_checkpoint(slots, folder, not_needed, tensors_of)
     files = checkpoint_files(folder)
     wanted = (one for one in found.values() if one.slot.destination is not None)
     with _one_thread(), _progress(files) as reached, closing(read_slices(wanted)) as reading:
@@ -306,13 +353,16 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
 
 
 def match_checkpoint(
-    slots: dict[str, Slot], folder: Path, tied: bool, tensors_of: Callable[[Path], list[StoredTensor]]
+    slots: dict[str, Slot],
+    folder: Path,
+    not_needed: re.Pattern[str],
+    tensors_of: Callable[[Path], list[StoredTensor]],
 ) -> dict[str, Wanted]:
     """Return for each slot's name the tensor that goes into it, in the files' order. Raises CheckpointError naming the
     tensor that is missing, has no slot, or is of another shape or type than its slot takes."""
     files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
-    found = _match(slots, ((file, tensors_of(file)) for file in files), tied)
+    found = _match(slots, ((file, tensors_of(file)) for file in files), not_needed)
     waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
     if waiting:
         some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
@@ -320,7 +370,9 @@ def match_checkpoint(
     return found
 
 
-def _match(slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor]]], tied: bool) -> dict[str, Wanted]:
+def _match(
+    slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor]]], not_needed: re.Pattern[str]
+) -> dict[str, Wanted]:
     found: dict[str, Wanted] = {}
     for file, tensors in files:
         for stored in tensors:
@@ -329,7 +381,7 @@ def _match(slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor
                 _check(stored, slots[name])
                 found.pop(name, None)  # of two the later counts
                 found[name] = Wanted(stored, slots[name])
-            elif not NOT_NEEDED.search(stored.name) and not (tied and stored.name == "lm_head.weight"):
+            elif not not_needed.search(stored.name):
                 raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
     return found
 

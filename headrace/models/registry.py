@@ -5,6 +5,7 @@ A family is one entry of `MODELS`. Planner, server and command line read this ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -13,6 +14,7 @@ from typing import Any
 
 from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, LayerSpec, Mixer, ModelSpec
@@ -20,8 +22,23 @@ from headrace.models import dense_families as families
 from headrace.models import descriptions, expert_families, hybrid_families, latent_families
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
+from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, read_pooling, read_sentences, runner_of
 from headrace.models.refusals import REFUSED, nearest
+from headrace.pooling import HeadLayer, PoolingKind
 from headrace.quantization.table import resolve_format
+
+Classifier = Callable[[Fields, int], tuple[HeadLayer, ...]]
+"""Describes what follows pooling, given the number of labels"""
+
+
+def scores(c: Fields, num_labels: int) -> tuple[HeadLayer, ...]:
+    """Describe the head of a decoder that classifies: one linear."""
+    return (HeadLayer("score", c.integer("hidden_size"), num_labels, bias=False),)
+
+
+def no_positions(c: Fields) -> int:
+    """Return 0: a model's first token has position 0."""
+    return 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,16 @@ class ModelEntry:
     """values of fields that config.json may leave out"""
     layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
     """what `layer_types` may say"""
+    has_head: bool = True
+    """False: there is no head over the vocabulary, since the model does not generate"""
+    pools_by: PoolingKind = "last"
+    """which hidden state stands for a text, where no file says it"""
+    classifier: Classifier = scores
+    """what follows pooling in a model that classifies"""
+    segments: bool = False
+    """the two texts of a pair have embeddings of their own"""
+    taken_positions: Callable[[Fields], int] = no_positions
+    """how many of `max_position_embeddings` no token has"""
 
     def spec(self, fields: Fields) -> ModelSpec:
         """Describe the model of `fields`, those of the text part of a config.json. Raises UnsupportedModelError for a
@@ -55,6 +82,7 @@ class ModelEntry:
             max_position_embeddings=fields.integer("max_position_embeddings", 2048),
             layers=described.layers,
             tied_embeddings=fields.flag("tie_word_embeddings"),
+            has_head=self.has_head,
             **{name: getattr(described, name) for name in OF_MODEL},
         )
 
@@ -216,10 +244,16 @@ PLUGINS = "headrace.models"
 
 
 def find_entry(architecture: str) -> ModelEntry | None:
-    """Return the entry of an architecture, ours or an installed package's; None: there is none. Raises
-    UnsupportedModelError for one that cannot be imported."""
+    """Return the entry of an architecture, ours or an installed package's; None: there is none. A decoder that is bare,
+    or has a head that classifies, is that of the family that generates. Raises UnsupportedModelError for one that
+    cannot be imported."""
     if architecture in DESCRIBED:
         return DESCRIBED[architecture]
+    for end in (CLASSIFIER, BARE):
+        family = architecture.removesuffix(end)
+        generating = DESCRIBED.get(f"{family}{CAUSAL}") or DESCRIBED.get(f"{family.removesuffix('Text')}{CAUSAL}")
+        if family != architecture and generating is not None:
+            return replace(generating, architecture=architecture, has_head=False)
     for plugin in entry_points(group=PLUGINS, name=architecture):
         try:
             entry: ModelEntry = plugin.load()
@@ -237,18 +271,36 @@ def served_entry(architecture: str) -> ModelEntry | None:
     return entry if entry is not None and entry.module else None
 
 
-def read_served_config(folder: Path) -> ModelConfig:
-    """Read the config of a model's folder, if its architecture is served.
+def read_served_config(folder: Path, asked: EngineConfig | None = None) -> ModelConfig:
+    """Read the config of a model's folder, if its architecture is served. `asked`: what the user says of it; None:
+    nothing.
 
     The architecture is checked first, since other families have other fields, and an error about a missing field would
-    mislead. Raises UnsupportedModelError, and ModelNotFoundError where a file is missing or cannot be read.
+    mislead. Raises UnsupportedModelError, ModelNotFoundError where a file is missing or cannot be read, and ConfigError
+    where the model cannot do what is asked for.
     """
-    raw = read_object(folder / "config.json")
+    asked = asked or EngineConfig()
+    raw = {**read_object(folder / "config.json"), **asked.hf_overrides}
     names = Fields(raw, "config.json").texts("architectures")
     entry = served_entry(names[0]) if names else None
-    if names and entry is None:
-        raise _not_served(names[0], raw)
-    return ModelConfig.from_folder(folder, {} if entry is None else entry.defaults)
+    if entry is None:
+        if names:
+            raise _not_served(names[0], raw)
+        return ModelConfig.from_folder(folder)
+    sentences = read_sentences(folder)
+    runner, convert = runner_of(asked, names[0], sentences)
+    overrides = dict(asked.hf_overrides)
+    if convert == "embed" and names[0].endswith(CAUSAL):
+        entry = find_entry(names[0].removesuffix(CAUSAL) + BARE) or entry
+        overrides["architectures"] = [entry.architecture]
+    config = ModelConfig.from_folder(folder, entry.defaults, overrides)
+    if runner == "generate":
+        return config
+    fields = replace(config.fields, values={**config.raw, "architectures": names})
+    pooling = read_pooling(asked, folder, fields, convert, sentences, entry.pools_by, entry.classifier, entry.segments)
+    longest = config.max_position_embeddings - entry.taken_positions(fields)
+    longest = min(longest, sentences.max_length or longest)
+    return replace(config, pooling=pooling, max_position_embeddings=longest)
 
 
 def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:

@@ -78,6 +78,9 @@ def decide_before_load(
     if quantization is not None:
         decisions.append(quantization)
         changes["quantization"] = quantization.value if quantization.source == "user" else None
+    pooled, more = _pooling(config, model)
+    config = config.replace(**pooled)  # what is asked for counts less: the model could not run
+    decisions += more
     context = model.max_position_embeddings
     length = settle("max_model_len", context, "the model's max_position_embeddings")
     if length > context:
@@ -193,6 +196,24 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
             "the order of sums depends on the size of the batch"
         )
     return Decision("batch_invariant", True, "given; one order of sums whatever the batch, and slower", source="user")
+
+
+def _pooling(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, Any], list[Decision]]:
+    """Return what a model that pools does not do, and why. Raises ConfigError where it is asked for more."""
+    if model.pooling is None:
+        return {}, []
+    if config.speculative_config:
+        raise ConfigError("speculative_config must be {}: a model that pools generates no tokens to guess")
+    changes: dict[str, Any] = {}
+    made = [Decision("runner", "pooling", f"the model makes vectors or scores, by {model.pooling.kind} pooling")]
+    if any(not layer.mixer.causal for layer in describe(model).layers):
+        changes = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
+        why = "each token sees those behind it, so that a prompt is computed whole, and nothing is cached"
+        made.append(Decision("enable_chunked_prefill", False, why))
+    elif model.pooling.kind != "last":
+        changes = {"enable_prefix_caching": False}
+        made.append(Decision("enable_prefix_caching", False, "pooling needs the hidden states of all tokens"))
+    return changes, made
 
 
 def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision | None:

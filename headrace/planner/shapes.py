@@ -78,8 +78,8 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """Parameters of the head; 0 where the embedding serves as head."""
-        return 0 if self.spec.tied_embeddings else self.embedding_weights
+        """Parameters of the head; 0 where the embedding serves as head, or there is none."""
+        return 0 if self.spec.tied_embeddings or not self.spec.has_head else self.embedding_weights
 
     @property
     def final_weights(self) -> int:

@@ -19,10 +19,12 @@ from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
+from headrace.pooling import Pooling
 from headrace.runner.cuda_graph import DRAFTING, CudaDevice, Drafting, GraphDevice, Shape, StepGraphs
 from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
+from headrace.runner.pooler import Pooler
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.masks import StepMasks, step_masks
@@ -45,7 +47,8 @@ class CausalModel(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [n, hidden_size] to logits # [n, vocab_size]."""
+        """Map hidden states [n, hidden_size] to logits # [n, vocab_size]; of a model that pools, to what its requests
+        get # [n, width]."""
         ...
 
 
@@ -72,6 +75,8 @@ class Forward:
     logits: Tensor | None
     """[num_samples, vocab_size]; None: nothing is sampled"""
     prompt_logprobs: dict[int, HostLogprobs]
+    pooled: dict[int, Tensor]
+    """by row, what a model that pools made, on the host"""
 
 
 class ModelRunner:
@@ -87,8 +92,10 @@ class ModelRunner:
         graph_settings: GraphSettings | None = None,
         graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
         drafter: Drafter | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
-        """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`."""
+        """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`. `pooling`: how
+        the model pools; None: it generates."""
         self.model = model
         self.kernels = kernels
         self.shape = shape
@@ -96,6 +103,7 @@ class ModelRunner:
         self.device = device
         self.drafter = drafter
         self.num_drafts = 0 if drafter is None else drafter.num_drafts
+        self.pooler = None if pooling is None else Pooler(pooling, limits.max_num_seqs, device)
         self.graph_settings = graph_settings
         self.graphs: StepGraphs | None = None
         self._drafting: StepGraphs | None = None
@@ -166,8 +174,11 @@ class ModelRunner:
         shape = None if graphs is None else graphs.shape_of(step)
         batch = self.batch_of(step, shape)
         hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
+        if self.pooler is not None:
+            pooled = self.pooler.pool(self.model.compute_logits, step, batch, hidden, self.state.pools_tokens)
+            return Forward(step, batch, shape, hidden, None, {}, pooled)
         prompts = self._prompt_logprobs(step, hidden)
-        return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts)
+        return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts, {})
 
     @torch.inference_mode()
     def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
@@ -281,7 +292,13 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         prompts = forward.prompt_logprobs
-        return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
+        pending = PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
+        if self.pooler is not None:
+            pending.pooled, pending.completes = (
+                forward.pooled,
+                [row for row, samples in zip(step.rows, step.samples, strict=True) if samples],
+            )
+        return pending
 
     def _prompt_logprobs(self, step: SchedulerOutput, hidden: Tensor) -> dict[int, HostLogprobs]:
         """Return, for rows that asked, the log-probability of the prompt token that follows each position of this

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import HeadraceError
+from headrace.pooling import Pooled
 from headrace.sampling.logprobs import LogprobTensors
-from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
+from headrace.step import LOGITS_NOT_FINITE, Logprobs, RunnerOutput, SchedulerOutput
 
 REJECTED = -3
 """Stands for a token that was sampled behind a wrong draft; see also step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
@@ -102,6 +103,10 @@ class PendingStep:
     """how many of `token_ids` are each request's, where some have drafts; those after a wrong draft are REJECTED"""
     drafts: tuple[list[int], Tensor] | None = None
     """rows that had masks, and the drafts behind their newest tokens # [rows, num_drafts] int32 on the host"""
+    pooled: dict[int, Tensor] = field(default_factory=dict)
+    """by row, what a model that pools made # [n, width] float32 on the host"""
+    completes: list[int] = field(default_factory=list)
+    """rows of the texts that such a model has completed"""
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -124,9 +129,12 @@ class PendingStep:
         }
         notes = self.notes or Notes()
         drafts = {} if self.drafts is None else dict(zip(self.drafts[0], self.drafts[1].tolist(), strict=True))
+        if self.completes:
+            token_ids = [0 if bool(self.pooled[row].isfinite().all()) else LOGITS_NOT_FINITE for row in self.completes]
+        pooled = {row: Pooled(made.numpy().tobytes(), made.shape[1]) for row, made in self.pooled.items()}
         return RunnerOutput(
             self.step, token_ids, logprobs, prompts, notes.lines, notes.warnings, graph_bytes=notes.graph_bytes,
-            num_sampled=num_sampled, drafts=drafts,
+            num_sampled=num_sampled, drafts=drafts, pooled=pooled,
         )  # fmt: skip
 
 

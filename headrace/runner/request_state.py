@@ -62,6 +62,8 @@ class RequestState:
         self.sampling = SamplingState(max_rows, vocab_size, device, self._writer)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
         """row -> (k, prompt length) of the requests that asked for prompt logprobs"""
+        self.pools_tokens: set[int] = set()
+        """rows of requests that want something of each token of a model that pools"""
         self.wants_logprobs: dict[int, int] = {}
         """row -> k of the requests that asked for logprobs"""
 
@@ -72,6 +74,7 @@ class RequestState:
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
             self.prompt_logprobs.pop(row, None)
             self.wants_logprobs.pop(row, None)
+            self.pools_tokens.discard(row)
         if step.new_rows:
             self.sampling.add(step.new_rows)
             width = self.token_table.shape[1]
@@ -83,6 +86,8 @@ class RequestState:
             for new in step.new_rows:
                 if new.params.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))
+                if new.pools_tokens:
+                    self.pools_tokens.add(new.row)
                 if new.params.logprobs is not None:
                     self.wants_logprobs[new.row] = new.params.logprobs
         if step.block_updates:

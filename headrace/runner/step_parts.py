@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from headrace.errors import OutOfMemoryError
+from headrace.pooling import Pooled
 from headrace.runner.memory import DeviceMemory, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep
@@ -143,7 +144,11 @@ def join(step: SchedulerOutput, outputs: list[RunnerOutput]) -> RunnerOutput:
     """Return the results of the parts of `step`, computed without its drafts, as one result."""
     logprobs: list[Logprobs | None] = []
     prompts: dict[int, list[Logprobs]] = {}
+    pooled: dict[int, Pooled] = {}
     for output in outputs:
+        for row, made in output.pooled.items():
+            before = pooled.get(row)
+            pooled[row] = made if before is None else Pooled(before.data + made.data, made.width)
         logprobs += output.logprobs or [None] * len(output.token_ids)
         for row, entries in output.prompt_logprobs.items():
             prompts.setdefault(row, []).extend(entries)
@@ -156,4 +161,5 @@ def join(step: SchedulerOutput, outputs: list[RunnerOutput]) -> RunnerOutput:
         warnings=[warning for output in outputs for warning in output.warnings],
         num_sampled=[int(samples) for samples in step.samples] if step.num_drafts else [],
         drafts={row: drafts for output in outputs for row, drafts in output.drafts.items()},
+        pooled=pooled,
     )

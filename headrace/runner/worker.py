@@ -193,7 +193,16 @@ class Worker:
         )
         graphs = without_graphs(self._graphs(limits, config.decode_len), self.refused_graphs)
         drafter = make_drafter(config, self.draft, self.draft_context, self.kernels)
-        self.runner = ModelRunner(self.model, self.kernels, self.shape, limits, self.device, graphs, drafter=drafter)
+        self.runner = ModelRunner(
+            self.model,
+            self.kernels,
+            self.shape,
+            limits,
+            self.device,
+            graphs,
+            drafter=drafter,
+            pooling=self.model_config.pooling,
+        )
 
     def _graphs(self, limits: RunnerLimits, decode_len: int) -> GraphSettings | None:
         if self.device.type != "cuda":

@@ -97,7 +97,7 @@ class KVCacheManager:
     def find_cached(self, request: Request) -> Prefix:
         """Return the longest cached prefix of a request: the longest for which every group has the blocks it needs. The
         last token is never part of it, because its logits have to be computed. No block is held yet."""
-        if not self.enable_prefix_caching or request.core_request.params.prompt_logprobs is not None:
+        if not self.enable_prefix_caching or request.core_request.needs_all_tokens:
             return self.nothing_cached()
         length = (request.num_tokens - 1) // self.block_size
         extend_block_hashes(request, length, self.block_size)

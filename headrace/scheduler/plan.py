@@ -46,8 +46,11 @@ class StepPlan:
         output = request.token_ids[request.num_prompt_tokens :]
         stops = core.stop_token_ids if request.matcher is None else []
         self.new_rows.append(
-            NewRow(request.row, core.prompt_token_ids, core.params, stops, core.bad_words_token_ids, core.seed, output)
-        )
+            NewRow(
+                request.row, core.prompt_token_ids, core.params, stops, core.bad_words_token_ids, core.seed, output,
+                core.pools == "tokens",
+            )
+        )  # fmt: skip
 
     def drop(self, victim: Request) -> None:
         """Take a request that is preempted out of the step."""

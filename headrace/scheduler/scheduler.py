@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
+from headrace.pooling import Pooled
 from headrace.request import (
     DraftCounts,
     EngineCoreOutput,
@@ -90,15 +91,16 @@ class Scheduler:
         request = Request(core_request)
         if core_request.request_id in self.requests:
             raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
-        if not 0 < request.num_prompt_tokens < config.max_model_len:
+        limit = config.max_model_len + bool(core_request.pools)  # nothing follows a prompt that is pooled
+        if not 0 < request.num_prompt_tokens < limit:
             raise RequestError(
-                f"the prompt must have between 1 and {config.max_model_len - 1} tokens (max_model_len is "
+                f"the prompt must have between 1 and {limit - 1} tokens (max_model_len is "
                 f"{config.max_model_len}), got {request.num_prompt_tokens}",
                 "prompt",
             )
         if core_request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {core_request.max_tokens}", "max_tokens")
-        request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
+        request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, limit)
         # The last token is sampled but never computed, so it needs no place in the cache; drafts behind it do.
         most = min(request.max_total_tokens - 1 + config.num_drafts + config.draft_places, config.max_model_len)
         needed = config.layout.pages_for(most, config.step_places)
@@ -358,7 +360,7 @@ class Scheduler:
             plan.add_row(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = computed
-                if config.enable_prefix_caching and request.core_request.params.prompt_logprobs is None:
+                if config.enable_prefix_caching and not request.core_request.needs_all_tokens:
                     self._cache_queries += request.num_prompt_tokens
                     self._cache_hits += computed
             request.status = RequestStatus.RUNNING
@@ -422,7 +424,9 @@ class Scheduler:
             end = computed + count
             if count > 1 or end % block_size == 0 or (states and request.snapshots):
                 self._register(step.step, request, end)
-            if samples:
+            if request.core_request.pools:
+                outputs += self._take_pooled(request, computed, bool(samples), result.pooled.get(row))
+            elif samples:
                 tokens = request.token_ids
                 tokens.append(token)
                 request.num_inflight -= 1
@@ -455,9 +459,31 @@ class Scheduler:
     def _unsent(self, request: Request, computed: int, entries: list[Logprobs]) -> list[Logprobs]:
         """Return those prompt logprobs that no earlier step has brought: recomputing after a preemption repeats them.
         The first of `entries` scores prompt token `computed + 1`."""
-        unsent = entries[request.num_prompt_logprobs_sent - computed :]
-        request.num_prompt_logprobs_sent += len(unsent)
+        unsent = entries[request.num_positions_sent - computed :]
+        request.num_positions_sent += len(unsent)
         return unsent
+
+    def _take_pooled(
+        self, request: Request, computed: int, ends: bool, pooled: Pooled | None
+    ) -> list[EngineCoreOutput]:
+        """Return what a step made of a prompt that is pooled; the request `ends` with its last token. Vectors of tokens
+        that an earlier step has brought, before a preemption, are left out."""
+        found = []
+        if pooled is not None and request.core_request.pools == "tokens":
+            row = pooled.width * Pooled.BYTES
+            data = pooled.data[(request.num_positions_sent - computed) * row :]
+            request.num_positions_sent += len(data) // row
+            pooled = Pooled(data, pooled.width)
+        if pooled is not None and pooled.data:
+            found.append(pooled)
+        if not (found or ends):
+            return []
+        output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[], pooled=found)
+        if ends:
+            output.num_cached_tokens = request.num_cached_tokens
+            output.finish_reason = FinishReason.STOP
+            self._finish(request, FinishReason.STOP)
+        return [output]
 
     def _end(self, request: Request, token: int, output: EngineCoreOutput) -> None:
         """End the request if its newest token is a stop token, once min_tokens is reached, completes what its grammar

@@ -15,8 +15,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
+from headrace.engine.input_processor import NO_TEXT
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError, ServerStoppingError
-from headrace.server import answers, info, messages, protocol, responses
+from headrace.server import answers, info, messages, pooling, protocol, responses
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
@@ -52,6 +53,16 @@ OPERATIONS = (
               GENERATION_ERRORS, messages.MessagesRequest, events=get_args(messages.StreamEvent), error=AnthropicError),
     Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", messages.TokenCount,
               BODY_ERRORS, messages.CountTokensRequest, error=AnthropicError),
+    Operation("/v1/embeddings", pooling.answer_embedding, "The vectors of texts", pooling.EmbeddingList,
+              GENERATION_ERRORS, pooling.EmbeddingRequest),
+    Operation("/pooling", pooling.answer_pooling, "What the model makes of texts, or of their tokens",
+              pooling.PoolingList, GENERATION_ERRORS, pooling.PoolingRequest),
+    Operation("/classify", pooling.answer_classify, "The probabilities of labels for texts", pooling.LabelList,
+              GENERATION_ERRORS, pooling.ClassifyRequest),
+    *(Operation(path, pooling.answer_score, "How well pairs of texts go together", pooling.ScoreList,
+                GENERATION_ERRORS, pooling.ScoreRequest) for path in ("/v1/score", "/score")),
+    *(Operation(path, pooling.answer_rerank, "Documents in the order in which they answer a query", pooling.RankList,
+                GENERATION_ERRORS, pooling.RerankRequest) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Operation("/v1/models", info.list_models, "List the served models", answers.ModelList, (401,)),
     Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", answers.ModelCard, (401, 404)),
     Operation("/v1/plan", info.show_plan, "How this server runs, and why", answers.PlanAnswer, (401,)),
@@ -123,16 +134,18 @@ def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
     async def docs(serving: Serving, request: Request) -> Response:
         return HTMLResponse(page(document(), f"{server_config.root_path}/openapi.json"))
 
-    def route(path: str, handler: Handler, *methods: str) -> Route:
+    def route(path: str, handler: Handler, *methods: str, generates: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
             if serving.draining and request.method == "POST":
                 raise ServerStoppingError
+            if generates and serving.engine.limits.pooling is not None:
+                raise RequestError(NO_TEXT, "model")
             return await serving.until_stopped(handler(serving, request))
 
         return Route(path, endpoint, methods=methods)
 
     return [
-        *(route(one.path, one.handler, one.method) for one in OPERATIONS),
+        *(route(one.path, one.handler, one.method, generates=bool(one.events)) for one in OPERATIONS),
         route("/ping", info.health, "POST"),
         route("/openapi.json", openapi_json, "GET"),
         route("/docs", docs, "GET"),

@@ -38,6 +38,8 @@ SSE_HEADERS = [
 ]
 PARSED_INLINE_CHARS = 2**14
 """Longer texts are parsed in a thread, so that other streams go on."""
+POOLED_INLINE_BYTES = 2**15
+"""So are more numbers of a model that pools written."""
 
 
 class Answer(Protocol):
@@ -217,6 +219,8 @@ class GenerationResponse(Response):
         params = self.generation.params
         if params.logprobs is not None or params.prompt_logprobs is not None:
             return True
+        if sum(len(part.data) for output in outputs for part in output.outputs[0].pooled) > POOLED_INLINE_BYTES:
+            return True
         chars = sum(len(choice.text) for output in outputs for choice in output.outputs)
         return self.answer.parses and chars > PARSED_INLINE_CHARS
 
@@ -275,7 +279,7 @@ class GenerationResponse(Response):
         """Run all prompts, or what a search has `opened` for a `step`; yield batches of (prompt index, output). Raises
         RequestError or QueueFullError before anything runs, if one of the prompts cannot."""
         generation, engine, params = self.generation, self.serving.engine, step or self.generation.params
-        prompts = opened or await engine.prepare(generation.prompts, params, generation.add_special_tokens)
+        prompts = opened or await self._prepared(params)
         with engine.queue.reserve(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as reservation:
             outputs = engine.generate(
                 prompts,
@@ -288,10 +292,17 @@ class GenerationResponse(Response):
                 client=self.client,
                 reservation=reservation,
                 grammar=generation.grammar,
+                pools=generation.pools,
             )
             async with aclosing(outputs) as batches:
                 async for batch in batches:
                     yield batch
+
+    async def _prepared(self, params: SamplingParams) -> list[list[int]]:
+        generation = self.generation
+        if generation.pools:
+            return [prompt for prompt in generation.prompts if isinstance(prompt, list)]
+        return await self.serving.engine.prepare(generation.prompts, params, generation.add_special_tokens)
 
 
 def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

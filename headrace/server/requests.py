@@ -24,6 +24,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CHOICES = 1024
 """Most choices (prompts x n) of one HTTP request."""
+MAX_INPUTS = 2048
+"""Most texts of one HTTP request that are pooled, as many as OpenAI takes."""
 MAX_COPIED = 2**20
 """Most token ids, over all choices of a request, in lists of which each choice holds a copy."""
 IDS_PER_CHAR = 16
@@ -53,6 +55,8 @@ class Generation:
     """Special tokens that stay in the text, as a parser looks for them."""
     beams: BeamSearchParams | None = None
     """How to search for the likeliest outputs; None: outputs are sampled."""
+    pools: str = ""
+    """What a model that pools makes numbers for (see EngineCoreRequest); `prompts` are token ids that were checked."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +91,23 @@ def answer_headers(
     return known | ignored_header(ignored, serving.logged)
 
 
-def parse_prompts(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts in a `prompt` field: text, texts, token ids, or lists of them. Raises RequestError for
+def parse_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts in the field `name`: text, texts, token ids, or lists of them. Raises RequestError for
     anything else, an empty prompt, or too many."""
     prompts: list[str | list[int]]
     if not isinstance(prompt, list):
-        prompts = [convert(prompt, str, "prompt")]
+        prompts = [convert(prompt, str, name)]
     elif prompt and isinstance(prompt[0], str):
-        prompts = [*convert(prompt, list[str], "prompt")]
+        prompts = [*convert(prompt, list[str], name)]
     elif prompt and isinstance(prompt[0], list):
-        _check_count("prompt", len(prompt), 1)
-        prompts = [convert(ids, list[int], f"prompt[{index}]") for index, ids in enumerate(prompt)]
+        check_count(name, len(prompt), 1, MAX_INPUTS)
+        prompts = [convert(ids, list[int], f"{name}[{index}]") for index, ids in enumerate(prompt)]
     else:
-        prompts = [convert(prompt, list[int], "prompt")]
+        prompts = [convert(prompt, list[int], name)]
     for index, given in enumerate(prompts):
         if not given:
-            name = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
-            raise RequestError(f"{name} must not be empty", "prompt")
+            place = name if len(prompts) == 1 else f"{name}[{index}]"
+            raise RequestError(f"{place} must not be empty", name)
     return prompts
 
 
@@ -111,13 +115,14 @@ def check_choices(prompts: list[str | list[int]], n: int | None) -> None:
     """Raise RequestError for too many choices (prompts x n)."""
     if n is not None:
         check_integer("n", n, 1, MAX_N)
-    _check_count("prompt", len(prompts), n or 1)
+    check_count("prompt", len(prompts), n or 1, MAX_CHOICES)
 
 
-def _check_count(name: str, count: int, n: int) -> None:
-    if count * n > MAX_CHOICES:
+def check_count(name: str, count: int, n: int, most: int) -> None:
+    """Raise RequestError for a field `name` with more prompts (x n) than one request may have."""
+    if count * n > most:
         times = f" x n={n}" if n > 1 else ""
-        raise RequestError(f"{name} holds {count} prompts{times}; one request may ask for {MAX_CHOICES} choices", name)
+        raise RequestError(f"{name} holds {count} prompts{times}; one request may ask for {most} choices", name)
 
 
 def check_copies(params: SamplingParams, choices: int) -> None:

@@ -5,6 +5,7 @@ memory is taken."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +24,14 @@ from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import StoredTensor, stored_tensors
-from headrace.models.loader import attach_schemes, build_model, load_model, match_checkpoint, slots_of
+from headrace.models.loader import (
+    attach_schemes,
+    build_model,
+    load_model,
+    match_checkpoint,
+    slots_of,
+    tensors_not_needed,
+)
 from headrace.models.schemes import linears_in_files
 from headrace.quantization.scheme import Slot
 
@@ -39,10 +47,10 @@ class Checkpoint:
     folder: Path
     tensors: list[StoredTensor]
     slots: dict[str, Slot]
-    tied: bool
+    not_needed: re.Pattern[str]
 
     def match(self, tensors: list[StoredTensor]) -> None:
-        match_checkpoint(self.slots, self.folder, self.tied, lambda _: tensors)
+        match_checkpoint(self.slots, self.folder, self.not_needed, lambda _: tensors)
 
     def of_each_kind(self) -> Iterator[StoredTensor]:
         """Yield a layer's tensor of each name and type."""
@@ -60,7 +68,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoi
         layers = [(path, layer) for path, layer in built.named_modules() if isinstance(layer, Layer)]
         attach_schemes(config, layers, context, None, linears_in_files(folder, stored_tensors))
         slots = slots_of(layers, torch.device("meta"))
-        return Checkpoint(folder, tensors, slots, config.tie_word_embeddings)
+        return Checkpoint(folder, tensors, slots, tensors_not_needed(config))
 
     return one
 

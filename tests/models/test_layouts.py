@@ -84,7 +84,7 @@ def test_each_tensor_is_taken_or_skipped(name: str, tmp_path: Path) -> None:
     in_files = linears_in_files(tmp_path, tensors_of) if config.quantization else None
     loader.attach_schemes(config, layers, context, None, in_files)
     slots = loader.slots_of(layers, torch.device("meta"))
-    found = loader.match_checkpoint(slots, tmp_path, config.tie_word_embeddings, tensors_of)
+    found = loader.match_checkpoint(slots, tmp_path, loader.tensors_not_needed(config), tensors_of)
     assert dict(others) == layout.get("skipped", {})
     taken = {one.stored.within or one.stored.name for one in found.values()}
     of_old = sum("rotary_emb" in one.name for file in checkpoint_files(tmp_path) for one in headers(file))

@@ -125,6 +125,7 @@ class FakeEngine:
         client: str = "",
         reservation: Reservation | None = None,
         grammar: str | None = None,
+        pools: str = "",
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """One increment of each prompt in turn."""
         if self.dead:

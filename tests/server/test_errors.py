@@ -231,7 +231,7 @@ def test_unknown_model() -> None:
 
 
 def test_unknown_route_and_method() -> None:
-    for path in ("/v1", "/v1/embeddings", "/v1/completions/", "//v1/completions", "/health/"):
+    for path in ("/v1", "/v1/images", "/v1/completions/", "//v1/completions", "/health/"):
         assert error_of(send(make_app(), "GET", path), 404)["code"] == "not_found"
     answer = send(make_app(), "GET", "/v1/completions")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
