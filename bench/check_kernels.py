@@ -5,8 +5,8 @@
     TRITON_INTERPRET=1 python bench/check_kernels.py --smoke    attention at tiny sizes, on a CPU
 
 Inputs are random and fresh, outputs start as NaN. Sizes for kernels of the table are in kernel_sweeps.py; attention is
-checked here, over 16-bit and fp8 caches. Prints failures, and the worst error of each type as a share of its bound;
-exit code 1 if a check fails. time_kernels.py measures how long kernels take.
+checked here, over 16-bit and fp8 caches of keys and of latents. Prints failures, and the worst error of each type as a
+share of its bound; exit code 1 if a check fails. time_kernels.py measures how long kernels take.
 """
 
 from __future__ import annotations
@@ -23,12 +23,30 @@ from typing import Any
 
 import torch
 from kernel_sweeps import SWEEPS, swept
-from paged_batch import DEVICE, E4M3, E5M2, KV_SCALE, NAMES, ON_GPU, PLAIN, Heads, PagedBatch, rope_table, split_qkv
+from paged_batch import (
+    DEVICE,
+    E4M3,
+    E5M2,
+    KV_SCALE,
+    LATENT_SCALE,
+    NAMES,
+    NOPE,
+    ON_GPU,
+    PLAIN,
+    Heads,
+    LatentBatch,
+    PagedBatch,
+    rope_table,
+    split_qkv,
+)  # fmt: skip
 from timing import relative_error
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headrace.kernels.cases import Inputs
 from headrace.kernels.decode import decode_attention_reference
+from headrace.kernels.latent import latent_attention_reference
+from headrace.kernels.latent_prompt import expanded_attention_reference
 from headrace.kernels.rotary import rotary_and_cache, rotary_and_cache_reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +67,12 @@ FP8_HEADS: tuple[Heads, ...] = ((32, 8, 128), (8, 8, 64), (8, 2, 256), (14, 2, 9
 WITH_SINKS: tuple[Heads, ...] = ((64, 8, 64), (14, 2, 96), (8, 2, 16))
 """Heads of which each has a sink: gpt-oss's, and others"""
 SMOKE_HEADS: tuple[Heads, ...] = ((8, 2, 16),)
+LATENTS = ((128, 16), (128, 1), (20, 64), (16, 16), (5, 1))
+"""(heads, block size) over latents"""
+SMOKE_LATENTS = ((4, 16),)
+OVER_LATENTS = 8e-3
+CHOSEN = 50
+"""most keys that an index chooses"""
 
 
 def worse(worst: float, error: float) -> float:
@@ -129,6 +153,29 @@ def check_fp8_write(heads: Heads, cache_dtype: torch.dtype, norm: bool) -> float
     return other_codes(ours, theirs) if largest and ours.float().isfinite().all() else float("inf")
 
 
+def check_latents(form: str, heads: int, block_size: int, cache_dtype: torch.dtype | None) -> float:
+    """Check attention over latents: `absorbed`, over the `chosen` keys alone, or `expanded` to those of each head."""
+    lengths = [length // SCALE for length in (4000, 700, 60, 1300, 2100, 400)]
+    batch = LatentBatch(heads, [1, 1, 1, 4, 300 // SCALE, 400 // SCALE], lengths, block_size, cache_dtype)
+    sequences, plan = batch.sequences, batch.plan(form == "expanded", CHOSEN if form == "chosen" else None)
+    sequences.seq_lens[1] = 0
+    if plan.expanded is not None:
+        given = batch.q, batch.of_heads, batch.cache, sequences, LATENT_SCALE, batch.scale, plan.num_decodes
+        behind = int(sequences.query_start_loc[plan.num_decodes])
+        return relative_error(batch.expand(plan)[behind:], expanded_attention_reference(*given)[behind:])
+    listed = None
+    if form == "chosen":
+        ends = zip(batch.counts, sequences.seq_lens.tolist(), strict=True)
+        seen = [position + 1 for count, length in ends for position in range(length - count, length)]
+        drawn = (torch.randperm(max(size, 0), device=DEVICE)[:CHOSEN] for size in seen)
+        listed = torch.stack([pad(keys, (0, CHOSEN - len(keys)), value=-1) for keys in drawn]).int()
+    rotated = batch.q[..., NOPE:]
+    expected = latent_attention_reference(
+        batch.absorbed, rotated, batch.cache, sequences, LATENT_SCALE, batch.scale, listed
+    )
+    return relative_error(batch.attend(plan, chosen=listed), expected)
+
+
 def other_codes(ours: Tensor, theirs: Tensor) -> float:
     """Return the share of values that differ."""
     return float((ours.float() != theirs.float()).float().mean())
@@ -151,6 +198,16 @@ def fp8_cache_checks(all_heads: tuple[Heads, ...]) -> Iterator[Check]:
             yield f"rotary {'with' if norm else 'without'} norm {label} {dtype}", write, 1e-2 * times
 
 
+def latent_checks(sizes: tuple[tuple[int, int], ...]) -> Iterator[Check]:
+    """Yield the checks of attention over latents."""
+    for heads, block_size in sizes:
+        for cache_dtype in (None, E4M3):
+            for form in ("absorbed", "chosen", "expanded"):
+                label = f"latents {form} {heads} heads block {block_size} {NAMES[cache_dtype or PLAIN]} cache"
+                check = partial(check_latents, form, heads, block_size, cache_dtype)
+                yield f"{label} {str(PLAIN).removeprefix('torch.')}", check, OVER_LATENTS
+
+
 def attention_checks(all_heads: tuple[Heads, ...], dtype: torch.dtype) -> Iterator[Check]:
     """Yield the checks of attention over caches of the queries' type."""
     for number, heads in enumerate(all_heads):
@@ -167,6 +224,7 @@ def checks(smoke: bool) -> Iterator[Check]:
     if smoke:
         yield from attention_checks(SMOKE_HEADS, PLAIN)
         yield from fp8_cache_checks(SMOKE_HEADS)
+        yield from latent_checks(SMOKE_LATENTS)
         return
     for dtype in DTYPES:
         for kernel, sweep in SWEEPS.items():
@@ -175,6 +233,7 @@ def checks(smoke: bool) -> Iterator[Check]:
                 yield label, partial(check_kernel, kernel, size, dtype), 1.0
         yield from attention_checks(ATTENTION_HEADS, dtype)
     yield from fp8_cache_checks(FP8_HEADS)
+    yield from latent_checks(LATENTS)
 
 
 def run_checks(shard: int, of: int, smoke: bool = False) -> bool:

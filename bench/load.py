@@ -4,7 +4,8 @@ before.
     python bench/load.py FOLDER [--device cuda] [--quantization fp8]
     python bench/load.py --make moe --layers 13 --work /tmp/load      # writes a folder of random weights first
 
-The page cache is emptied of the folder's files before each reading.
+The page cache is emptied of the folder's files before the first reading. `h200.py --part fp8-memory` measures how much
+memory a load takes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from h200_parts.engines import context_for
@@ -123,13 +125,11 @@ def direct_read(files: list[Path], threads: int) -> float:
 
 
 def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespace) -> str:
-    """Load the folder and return a line about it: how fast its weights were read, and the most memory meanwhile."""
+    """Load the folder and return a line about it: how fast its weights were read."""
     device, config = torch.device(options.device), ModelConfig.from_folder(folder)
     context = context_for(config, device, options.ranks)
     seconds: list[float] = []
-    peaks: list[float] = []
-    fill, before = loader.fill_from_checkpoint, held_bytes(device)
-    reset_peak(device)
+    fill = loader.fill_from_checkpoint
 
     def timed(*slots: Any, **settings: Any) -> None:
         start = time.perf_counter()
@@ -137,44 +137,16 @@ def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespac
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        peaks.append(peak_bytes(device) - before)
 
-    loader.fill_from_checkpoint = timed
     start = time.perf_counter()
-    try:
+    with patch.object(loader, "fill_from_checkpoint", timed):
         model = loader.load_model(folder, config, context, quantization=options.quantization)
-    finally:
-        loader.fill_from_checkpoint = fill
     whole = time.perf_counter() - start
     speed = num_bytes / seconds[0] / 1e9
-    held, peak = held_bytes(device) - before, peak_bytes(device) - before
     return (
         f"read in {seconds[0]:.2f} s = {speed:.2f} GB/s = {speed / disk:.0%} of the disk; with all else {whole:.1f} s; "
-        f"weights {model.weight_bytes / 1e9:.2f} GB, while reading {peaks[0] / model.weight_bytes:.2f} x that; held "
-        f"{held / 1e9:.2f} GB, peak {peak / held:.2f} x that; host {held_bytes(torch.device('cpu')) / 1e9:.2f} GB"
+        f"weights {model.weight_bytes / 1e9:.2f} GB"
     )
-
-
-def held_bytes(device: torch.device) -> int:
-    """Return the memory held now: by torch's tensors on a GPU, else by the process."""
-    return torch.cuda.memory_allocated() if device.type == "cuda" else _of_process("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory held since `reset_peak`."""
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _of_process("VmHWM")
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin to measure a new peak."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _of_process(field: str) -> int:
-    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Makes batches for the attention kernels, whose keys lie scattered over a paged cache of 16 or 8 bits."""
+"""Makes batches for the attention kernels, whose keys, or latents, lie scattered over a paged cache of 16 or 8 bits."""
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import (
@@ -27,7 +29,11 @@ from headrace.kernels.attention_config import (
 )
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
+from headrace.kernels.latent import LatentHeads, latent_attention
+from headrace.kernels.latent_config import EXPANDED_BYTES, LatentPlan, plan_latent
+from headrace.kernels.latent_prompt import expanded_attention
 from headrace.kernels.paged import Sequences
+from headrace.kernels.rotary import quantize_reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -39,6 +45,9 @@ KV_SCALE = (0.02, 0.015)
 """of K and V in an fp8 cache"""
 Heads = tuple[int, int, int]
 """(query heads, KV heads, size of a head)"""
+NOPE, ROPE, VALUE, LATENT = (128, 64, 128, 512) if ON_GPU else (16, 8, 16, 24)
+"""DeepSeek-V3's and V2-Lite's numbers of a head, and of a latent"""
+LATENT_SCALE = (NOPE + ROPE) ** -0.5
 
 
 def num_sms() -> int:
@@ -99,7 +108,7 @@ class PagedBatch:
             arena = self.cache.new_full((total + 1, layers, 2, *self.cache.shape[2:]), float("nan"))
             self.cache = arena[:, -1].transpose(0, 1).copy_(self.cache)
         self.q = randn(sum(counts), num_heads, dim, dtype=dtype)
-        starts = ints([0, *itertools.accumulate(counts)])
+        starts = ints([0, *accumulate(counts)])
         self.sequences = Sequences(table, rows, starts, ints(lengths))
         self.scale = dim**-0.5
         self.sinks = 2 * randn(num_heads, dtype=dtype) if sinks else None
@@ -173,3 +182,89 @@ class PagedBatch:
     def copies(self) -> list[Tensor]:
         """Return caches with the same keys that together overflow the L2 cache."""
         return [self.cache, *(self.cache.clone() for _ in range(min(31, int(3e8 / self.bytes_read)) if ON_GPU else 0))]
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """Holds ragged requests over a paged cache of latents, in blocks scattered over it."""
+
+    heads: int
+    counts: list[int]
+    """new tokens of each request"""
+    lengths: list[int]
+    """known tokens, the new ones included"""
+    block_size: int = 16
+    cache_dtype: torch.dtype | None = None
+
+    @cached_property
+    def scale(self) -> Tensor | None:
+        """What numbers of an fp8 cache are multiplied by."""
+        return None if self.cache_dtype is None else torch.tensor([0.02, 0.0], device=DEVICE)
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """The batch as kernels take it."""
+        width = -(-max(*self.lengths, 1) // self.block_size)
+        table = torch.randperm(len(self.counts) * width, device=DEVICE).int().view(len(self.counts), width)
+        starts = ints([0, *accumulate(self.counts)])
+        return Sequences(table, torch.randperm(len(self.counts), device=DEVICE).int(), starts, ints(self.lengths))
+
+    @cached_property
+    def cache(self) -> Tensor:
+        """# [1, num_blocks, block_size, 1, ROPE + LATENT]"""
+        shape = (1, self.sequences.block_table.numel(), self.block_size, 1, ROPE + LATENT)
+        if self.scale is None:
+            return randn(*shape)
+        return quantize_reference(randn(*shape), self.scale[0], self.cache_dtype or PLAIN)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """# [T, heads, NOPE + ROPE]"""
+        return randn(sum(self.counts), self.heads, NOPE + ROPE)
+
+    @cached_property
+    def of_heads(self) -> LatentHeads:
+        """What makes keys and values."""
+        return LatentHeads((randn(self.heads, NOPE + VALUE, LATENT) * LATENT**-0.5).to(PLAIN), NOPE)
+
+    @cached_property
+    def absorbed(self) -> Tensor:
+        """# [T, heads, LATENT]"""
+        return self.of_heads.absorb(self.q)
+
+    def plan(self, expands: bool = False, num_chosen: int | None = None) -> LatentPlan:
+        """Return the planner's launches; requests of one token come first."""
+        decodes = sum(count == 1 for count in self.counts)
+        return plan_latent(
+            len(self.counts), len(self.q), decodes, max(self.lengths), sum(self.lengths[decodes:]) if expands else 0,
+            self.of_heads.sizes(self.q), tile_element_size(self.q, self.cache), self.q.element_size(), DEVICE_FAMILY,
+            num_sms(), num_chosen,
+        )  # fmt: skip
+
+    def attend(self, plan: LatentPlan, cache: Tensor | None = None, chosen: Tensor | None = None) -> Tensor:
+        """Attend in the absorbed form; return # [T, heads, LATENT]."""
+        out = torch.empty_like(self.absorbed)
+        ends = (plan.decode, 0, plan.num_decodes), (plan.chunk, plan.num_decodes, len(self.counts))
+        for how, first, end in ends:
+            if how is not None:
+                latent_attention(
+                    self.absorbed, self.q[..., NOPE:], self.cache if cache is None else cache, self.sequences,
+                    LATENT_SCALE, how, self.scale, chosen, first, end, out,
+                )  # fmt: skip
+        return out
+
+    @cached_property
+    def memory(self) -> Tensor:
+        """Room for keys and values of each head."""
+        return torch.empty(EXPANDED_BYTES // PLAIN.itemsize, dtype=PLAIN, device=DEVICE)
+
+    def expand(self, plan: LatentPlan) -> Tensor:
+        """Attend with keys and values of each head, behind the decodes; return # [T, heads, VALUE]."""
+        assert plan.expanded is not None
+        first = plan.num_decodes
+        key_starts = pad(self.sequences.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
+        out = torch.full((len(self.q), self.heads, VALUE), float("nan"), dtype=PLAIN, device=DEVICE)
+        return expanded_attention(
+            self.q, self.of_heads, self.cache, self.sequences, key_starts, LATENT_SCALE, plan.expanded, self.memory,
+            self.scale, first, out,
+        )  # fmt: skip

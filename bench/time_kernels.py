@@ -1,4 +1,4 @@
-"""Times the kernels that matter on a GPU: attention over 16-bit and fp8 caches beside torch's, and others.
+"""Times the kernels that matter on a GPU: attention over caches of keys (beside torch's) and of latents, and others.
 
     python bench/time_kernels.py                all: TB/s of keys and values that decodes read, TFLOP/s of prompts, us
     TRITON_INTERPRET=1 python bench/time_kernels.py --smoke     the script itself, at tiny sizes, on a CPU
@@ -15,7 +15,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from paged_batch import DEVICE, KV_SCALE, NAMES, ON_GPU, PLAIN, Heads, PagedBatch, randn, rope_table, split_qkv
+from paged_batch import (
+    DEVICE,
+    E4M3,
+    KV_SCALE,
+    LATENT,
+    NAMES,
+    NOPE,
+    ON_GPU,
+    PLAIN,
+    ROPE,
+    VALUE,
+    Heads,
+    LatentBatch,
+    PagedBatch,
+    randn,
+    rope_table,
+    split_qkv,
+)  # fmt: skip
 from timing import graph_seconds
 from torch import Tensor
 
@@ -28,6 +45,14 @@ HEADS: Heads = (32, 8, 128) if ON_GPU else (8, 2, 16)
 CONTEXTS, BATCHES = ((512, 4096, 32768), (1, 8, 32, 128)) if ON_GPU else ((40,), (2,))
 PROMPTS = ((1, 512, 0), (1, 2048, 0), (8, 2048, 0), (1, 8192, 0), (1, 2048, 6144)) if ON_GPU else ((1, 64, 0),)
 """(requests, new tokens of each, keys before them)"""
+LATENT_DECODES = (
+    ((128, 64, 8192), (128, 8, 65536), (128, 1, 8192), *((16, size, 1024) for size in (1, 8, 32, 128)))
+    if ON_GPU
+    else ((4, 2, 40),)
+)
+"""(heads of DeepSeek-V3 and V2-Lite, requests, keys of each)"""
+LATENT_PROMPTS = ((16, 4096, 0), (128, 4096, 0), (16, 2048, 30000)) if ON_GPU else ((4, 60, 0),)
+"""(heads, new tokens of one request, keys before them)"""
 Make = Callable[[int], Callable[[], object]]
 """tokens or rows -> the call to time"""
 
@@ -107,6 +132,28 @@ def time_attention() -> None:
             print(f"  torch {name}:", *[torch_prefill_rate(prompts, backend) for prompts in PROMPTS], flush=True)
 
 
+def time_latents() -> None:
+    """Print the rates of attention over latents: decodes in the absorbed form, and prompts with keys of each head,
+    gathering and projecting included."""
+    print("latents, decodes: us, TFLOP/s, TB/s read, at heads, requests x keys of each")
+    for heads, requests, keys in LATENT_DECODES:
+        for cache_dtype in (None, E4M3):
+            batch = LatentBatch(heads, [1] * requests, [keys] * requests, 64, cache_dtype)
+            more = min(15, int(2e8 / batch.cache.nbytes)) if ON_GPU else 0
+            copies = [batch.cache, *(batch.cache.clone() for _ in range(more))]
+            took = seconds([partial(batch.attend, batch.plan(), cache) for cache in copies])
+            work = 2 * heads * (2 * LATENT + ROPE) * requests * keys
+            rates = f"{took * 1e6:.1f}  {work / took / 1e12:.3g}  {batch.cache.nbytes / took / 1e12:.3g}"
+            print(f"  {heads}, {requests} x {keys}, {NAMES[cache_dtype or PLAIN]}: {rates}", flush=True)
+    print("latents, prompts: us, TFLOP/s, at heads, new tokens behind known ones")
+    for heads, tokens, past in LATENT_PROMPTS:
+        batch = LatentBatch(heads, [tokens], [past + tokens])
+        took = seconds([partial(batch.expand, batch.plan(expands=True))] * 4)
+        work = 2 * heads * tokens * (past + tokens / 2) * (NOPE + ROPE + VALUE)
+        work += 2 * heads * (past + tokens) * LATENT * (NOPE + VALUE)
+        print(f"  {heads}, {tokens} behind {past}: {took * 1e6:.1f}  {work / took / 1e12:.3g}", flush=True)
+
+
 def time_others() -> None:
     """Print the microseconds of the kernels around the products, and of sampling."""
     counts, vocab = ((1, 64, 8192), 128256) if ON_GPU else ((1, 3), 500)
@@ -148,6 +195,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="all of it at the tiny sizes of a machine without a GPU")
     parser.parse_args()
     time_attention()
+    time_latents()
     time_others()
     return 0
 

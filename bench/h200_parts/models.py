@@ -1,4 +1,4 @@
-"""Describes the measured models as config.json, at full or toy size. The sizes are those of the planner's catalogue."""
+"""Describes the measured models as config.json, at full or toy size, by the planner's catalogue."""
 
 from __future__ import annotations
 
@@ -11,78 +11,18 @@ from headrace.planner.shapes import shape_of
 from headrace.quantization.checkpoint_format import read_format
 from headrace.quantization.formats import find_format
 
-LLAMA_8B: dict[str, Any] = catalogue()["llama-3.1-8b"].config | {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-}
+
+def in_catalogue(name: str, model_type: str) -> dict[str, Any]:
+    """Return config.json of a model of the planner's catalogue."""
+    return catalogue()[name].config | {"model_type": model_type}
+
+
+LLAMA_8B = in_catalogue("llama-3.1-8b", "llama")
 EIGHT_B = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
 """The 8B of the cases, which give it as many layers as they need"""
-QWEN3_30B_A3B: dict[str, Any] = catalogue()["qwen3-30b-a3b"].config | {
-    "model_type": "qwen3_moe",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "initial_context_length": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "swiglu_limit": 7.0,
-}
-GPT_OSS_20B: dict[str, Any] = catalogue()["gpt-oss-20b"].config | GPT_OSS
-GPT_OSS_120B: dict[str, Any] = catalogue()["gpt-oss-120b"].config | GPT_OSS
-DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": False,
-    "topk_method": "greedy",
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 102400,
-}
+QWEN3_30B_A3B = in_catalogue("qwen3-30b-a3b", "qwen3_moe")
+GPT_OSS_20B, GPT_OSS_120B = (in_catalogue(f"gpt-oss-{size}", "gpt_oss") for size in ("20b", "120b"))
+DEEPSEEK_V2_LITE = in_catalogue("deepseek-v2-lite", "deepseek_v2")
 TOY = {  # sizes that groups of 128 divide
     "hidden_size": 128,
     "intermediate_size": 128,

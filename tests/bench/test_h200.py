@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from h200 import CASES, CASES_ON_A_CPU, DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
+from h200 import CASES, DEFAULT_PARTS, ENGINE_PARTS, NEED_A_GPU, PARTS, grouped
 from h200_parts import format_numerics
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
 from h200_parts.models import MODELS
@@ -47,7 +47,7 @@ def test_each_part_of_cases_is_a_function() -> None:
     for place in CASES.values():
         module, function = place.split(".")
         assert callable(getattr(import_module(f"h200_parts.{module}"), function))
-    assert set(CASES_ON_A_CPU) < set(CASES)
+    assert set(NEED_A_GPU) < set(CASES)
     assert not set(CASES) & set(DEFAULT_PARTS)
 
 
