@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.scripted.engine import Scripted
@@ -50,6 +51,16 @@ SUM: dict[str, Any] = {
     },
 }
 TOOLS = [WEATHER, SUM]
+FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
+"""With a family of each kind: thoughts or none, JSON, channels, tags or Python"""
+ONE = pytest.mark.parametrize("scripted", ["qwen3"], indirect=True)
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str
+    age: int
 
 
 def imported_where_used(client: str) -> None:

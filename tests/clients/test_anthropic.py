@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.clients.tasks import TOOLS, Task, imported_where_used
+from tests.clients.tasks import FOUR, ONE, TOOLS, Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.speed import PATIENCE
 
 imported_where_used("anthropic")
 
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 HERE = [
     {"name": one["function"]["name"], "description": one["function"]["description"],
      "input_schema": one["function"]["parameters"]}
@@ -58,7 +57,7 @@ def test_agent(client: Any, scripted: Scripted, task: Task, stream: bool) -> Non
     assert answer.usage.input_tokens > 0 < answer.usage.output_tokens
 
 
-@pytest.mark.parametrize("scripted", ["qwen3"], indirect=True)
+@ONE
 def test_forced_calls(client: Any, scripted: Scripted, stream: bool) -> None:
     task = Task.fresh(scripted.family)
     scripted.play(*task.turns())
@@ -72,7 +71,7 @@ def test_forced_calls(client: Any, scripted: Scripted, stream: bool) -> None:
         assert answer.stop_reason == "tool_use"
 
 
-@pytest.mark.parametrize("scripted", ["qwen3"], indirect=True)
+@ONE
 def test_format_system_and_count(client: Any, scripted: Scripted, stream: bool) -> None:
     scripted.answer('{"name": "Zoë"}')
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -87,7 +86,7 @@ def test_format_system_and_count(client: Any, scripted: Scripted, stream: bool) 
     assert client.messages.count_tokens(model=scripted.name, **asked).input_tokens == total
 
 
-@pytest.mark.parametrize("scripted", ["qwen3"], indirect=True)
+@ONE
 def test_errors_have_the_sdk_s_classes(client: Any, scripted: Scripted) -> None:
     import anthropic
 

@@ -8,14 +8,13 @@ import openai
 import pydantic
 import pytest
 
-from tests.clients.tasks import imported_where_used
+from tests.clients.tasks import FOUR, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call, Said
 from tests.speed import PATIENCE
 
 imported_where_used("instructor")
 
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 MODES = pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
 ASK: list[Any] = [{"role": "user", "content": "Who is it?"}]
 

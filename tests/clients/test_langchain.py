@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pydantic
 import pytest
 
-from tests.clients.tasks import Task, imported_where_used
+from tests.clients.tasks import FOUR, Person, Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call
 from tests.speed import PATIENCE
 
 imported_where_used("langchain_openai")
-
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
-
-
-class Person(pydantic.BaseModel):
-    """A person."""
-
-    name: str
-    age: int
 
 
 def model_of(scripted: Scripted) -> Any:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pydantic
 import pytest
 
-from tests.clients.tasks import TOOLS, Task, imported_where_used
+from tests.clients.tasks import FOUR, TOOLS, Person, Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.speed import PATIENCE
 
 imported_where_used("litellm")
-
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
-
-
-class Person(pydantic.BaseModel):
-    name: str
-    age: int
 
 
 @pytest.fixture(autouse=True)

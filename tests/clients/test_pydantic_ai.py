@@ -9,13 +9,11 @@ from typing import Any
 import pydantic
 import pytest
 
-from tests.clients.tasks import Task, imported_where_used
+from tests.clients.tasks import FOUR, Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call
 
 imported_where_used("pydantic_ai")
-
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 
 
 class Forecast(pydantic.BaseModel):

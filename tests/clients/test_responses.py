@@ -8,22 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from tests.clients.tasks import TOOLS, Task
+from tests.clients.tasks import FOUR, ONE, TOOLS, Person, Task
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Said
 from tests.speed import PATIENCE, slowness
 
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
-ONE = pytest.mark.parametrize("scripted", ["qwen3"], indirect=True)
 FLAT: list[Any] = [{"type": "function"} | one["function"] for one in TOOLS]
-
-
-class Person(pydantic.BaseModel):
-    name: str
-    age: int
 
 
 @pytest.fixture
