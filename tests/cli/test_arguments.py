@@ -171,19 +171,6 @@ def test_what_holds_output_to_a_grammar_is_said_of_every_flag_that_would_choose_
     assert "llguidance holds outputs to grammars" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["latency", "throughput", "serve"])
-def test_amd_spellings_of_the_benchmarks(name: str) -> None:
-    lines = {
-        "latency": "--model m -tp 8 --batch-size 1 --input-len 128 --output-len 2048 --num-iters-warmup 3 --num-iters 5"
-        " --output-json o.json --disable-detokenize --trust-remote-code",
-        "throughput": "--model m -tp 1 --dataset ShareGPT.json --num-prompts 1500 --max-num-seqs 1500 --input-len 4k"
-        " --random-output-len 512 --enable-chunked-prefill False --max-seq-len-to-capture 131072",
-        "serve": "--port 8000 --model m --dataset-name random --random-input-len 4096 --random-output-len 512"
-        " --request-rate 1 --ignore-eos --num-prompts 500 --percentile-metrics ttft,tpot,itl,e2el",
-    }
-    assert bench_parser(name).parse(lines[name].split()).model == "m"
-
-
 @pytest.mark.parametrize("parser", [serve_parser(), generate_parser(), *map(bench_parser, ["latency", "throughput"])])
 def test_help_names_every_engine_knob(parser: FlagParser, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

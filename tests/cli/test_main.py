@@ -202,7 +202,7 @@ def test_a_folder_that_is_no_model(config: str | None, tmp_path: Path, capsys: p
 
 
 HELP_PAGES = ["--help", "generate -h", "serve -h", "bench latency -h", "bench throughput -h", "bench serve -h",
-              "explain --help", "doctor --help", "plan -h"]  # fmt: skip
+              "explain --help", "doctor --help", "plan -h", "tune --help"]  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "starlette", "rich")
 PROBE = f"""
 import sys
@@ -229,8 +229,8 @@ PLAN = ["plan", "llama-3.1-405b", "--gpu", "mi300x", "--num-gpus", "8", "--concu
 WORKED = """
 import sys
 from headrace.cli.main import main
-code = main(sys.argv[1:])
-print("LOADED", [name for name in ("torch", "triton", "transformers", "starlette") if name in sys.modules], code)
+code, heavy = main(sys.argv[1:]), ("torch", "triton", "transformers", "numpy", "starlette")
+print("LOADED", [name for name in heavy if name in sys.modules], code)
 """
 
 

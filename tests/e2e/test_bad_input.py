@@ -83,46 +83,15 @@ def test_start(case: str, tmp_path: Path) -> None:
 
 
 TEXT = {"prompt": "Once upon a time"}
-USER = {"messages": [{"role": "user", "content": "Hello"}]}
-REQUESTS: dict[str, tuple[str, dict[str, Any], int, str | None, list[str]]] = {
-    # path, body or options, status, param, what the message must name
-    "too long": ("completions", TEXT | {"max_tokens": 600}, 400, "max_tokens", ["512", "600"]),
-    "id out of range": ("completions", {"prompt": [1, 2048]}, 400, "prompt", ["2048", "2047"]),
-    "null in ids": ("completions", {"prompt": [1, None]}, 400, "prompt[1]", ["null"]),
-    "unknown model": ("completions", TEXT | {"model": "gpt-4"}, 404, "model", ["gpt-4", "demo"]),
-    "structured": ("completions", TEXT | {"guided_json": "{"}, 400, "guided_json", ["guided_json"]),
-    "NaN": ("completions", {"content": b'{"prompt": "a", "temperature": NaN}'}, 400, None, ["JSON"]),
-    "overflow": ("completions", {"content": b'{"prompt": "a", "temperature": 1e999}'}, 400, "temperature", ["range"]),
-    "no UTF-8": ("completions", {"content": b'{"prompt": "\xff"}'}, 400, "prompt", ["JSON"]),
-    "half a character": ("completions", {"content": rb'{"prompt": "\ud800"}'}, 400, None, []),
-    "content type": (
-        "completions", {"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, None, ["text/plain"],
-    ),
-    "huge body": ("completions", {"content": b" " * (2**20 + 1)}, 413, None, ["1048576"]),
-    "role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", ["king"]),
-    "key": ("completions", {"json": TEXT, "headers": {"authorization": "Bearer wrong"}}, 401, None, ["API key"]),
-    "no key": ("chat/completions", {"json": USER, "headers": {}}, 401, None, ["API key"]),
-    "route": ("complete", {}, 404, None, ["/v1/complete"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REQUESTS)
-def test_request(case: str, server: Serve) -> None:
-    path, body, status, param, names = REQUESTS[case]
-    options: dict[str, Any] = {"json": body}
-    if "content" in body:
-        options = {"json": None, "headers": {"content-type": "application/json", **server.headers}}
-        options["headers"] |= body.get("headers", {})
-        options["content"] = body["content"]
-    elif "json" in body:
-        options = body
-    answer = server.post(f"/v1/{path}", **{"body": None, **options})
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert sorted(error) == ["code", "message", "param", "type"]
-    assert error["param"] == param, error
-    for name in names:
-        assert name in error["message"], error
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    # path, body, what the message must name
+    ("completions", TEXT | {"max_tokens": 600}, "512"),
+    ("completions", {"prompt": [1, 2048]}, "2047"),
+    ("completions", TEXT | {"guided_json": "{"}, "guided_json"),
+    ("completions", TEXT | {"model": "gpt-4"}, "gpt-4"),
+    ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "king"),
+    ("complete", {}, "/v1/complete"),
+]
 
 
 def test_one_bad_request_does_not_touch_another(server: Serve) -> None:
@@ -130,10 +99,10 @@ def test_one_bad_request_does_not_touch_another(server: Serve) -> None:
     with httpx.Client(base_url=server.url, headers=server.headers, timeout=PATIENCE) as client:
         body = {**TEXT, "max_tokens": 24, "temperature": 0, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
-            for path, bad in (
-                (path, bad) for path, bad, *_ in REQUESTS.values() if "headers" not in bad and "content" not in bad
-            ):
-                server.post(f"/v1/{path}", bad)
+            for path, bad, named in BAD:
+                refused = server.post(f"/v1/{path}", bad)
+                assert 400 <= refused.status_code < 500
+                assert named in refused.json()["error"]["message"]
             text = "".join(
                 json.loads(line[6:])["choices"][0]["text"] for line in answer.iter_lines() if line.startswith("data: {")
             )

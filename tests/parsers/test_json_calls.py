@@ -10,7 +10,7 @@ from headrace.parsers.events import Arguments, CallStart
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from tests.parsers.reading import answer, called, in_three, read
+from tests.parsers.reading import answer, called
 
 WEATHER = ("get_weather", {"city": "Paris"})
 TIME = ("get_time", {"zone": {"name": "CET", "offsets": [1, -2.5e0, None, True]}})
@@ -134,10 +134,3 @@ def test_xlam_calls_behind_a_thought_that_stays_content() -> None:
         result = answer("xlam", text)
         assert (result.content, called(result)) == (thought, [WEATHER])
     assert answer("xlam", f"{thought} [1]") == Answer(None, f"{thought} [1]")
-
-
-def test_every_cut_into_three() -> None:
-    text = f"A <tool_call>{WEATHER_TEXT}</tool_call>"
-    whole = read([text], TOOL_FORMATS["hermes"])
-    for pieces in in_three(text):
-        assert read(pieces, TOOL_FORMATS["hermes"]) == whole

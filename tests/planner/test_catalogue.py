@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,10 @@ def test_parameters_are_those_published(name: str) -> None:
         assert entry.note, f"{name} differs from the published total: say why"
 
 
-@pytest.mark.parametrize("name", catalogue())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if place % 4 else []) for place, name in enumerate(catalogue())],
+)
 def test_layers_weigh_what_the_reference_implementation_builds(name: str) -> None:
     """Transformers builds the architecture, with few layers and experts, without memory; parameters are compared to
     the last one."""
@@ -166,12 +167,3 @@ def test_an_id_in_the_hub_cache_goes_before_the_catalogue(tmp_path: Path, monkey
     (folder / "snapshots" / "0123" / "config.json").write_text(json.dumps(longer))
     found = find_model("Qwen/Qwen3-8B")
     assert (found.name, found.spec.max_position_embeddings) == ("Qwen/Qwen3-8B", 131072)
-
-
-def test_nothing_heavy_is_loaded() -> None:
-    code = (
-        "import sys, headrace.planner.catalogue as c; c.find_model('llama-3.1-405b'); "
-        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

@@ -97,13 +97,6 @@ def test_a_llama_by_hand() -> None:
     assert not found.is_mla
 
 
-def test_tied_embeddings_serve_as_head() -> None:
-    tied = shape(tie_word_embeddings=True)
-    assert tied.head_weights == 0
-    assert tied.total_weights == shape().total_weights - 64_000
-    assert tied.active_weights == shape().active_weights
-
-
 @pytest.mark.parametrize("architecture", SERVED)
 def test_every_family_that_is_served_can_be_counted(architecture: str) -> None:
     found = shape_of({**FIELDS, **OWN.get(architecture, {}), "architectures": [architecture]}, "tiny")

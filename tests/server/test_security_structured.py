@@ -86,8 +86,7 @@ def test_recursive_schemas_end(scripted: Scripted, schema: Any) -> None:
     assert chat(scripted, tools=[tool], tool_choice="required").status_code in (200, 400)
 
 
-@pytest.mark.parametrize("levels", [40, 200, 3000])
-@pytest.mark.parametrize("key", ["items", "not", "properties"])
+@sampled(("levels", "key"), [40, 200, 3000], ["items", "not", "properties"])
 def test_deep_schemas(scripted: Scripted, levels: int, key: str) -> None:
     answer = post(scripted, BODY.replace("SCHEMA", f'{{"{key}": ' * levels + "{}" + "}" * levels))
     assert answer.status_code in (200, 400)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -416,15 +414,6 @@ def test_whatever_stands_in_a_line_is_answered_or_refused(
     assert all(found.verdict in VERDICTS and found.here for found in whole.answers)
     for text in whole.better.values():
         parse_command(text)
-
-
-def test_loads_no_torch() -> None:
-    code = (
-        "import sys; from headrace.advice.explain.explain import explain; explain(sys.argv[1]); "
-        "print([name for name in ('torch', 'triton', 'transformers', 'numpy', 'rich') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, BLOG], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_figures_of_remarks() -> None:

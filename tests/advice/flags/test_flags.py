@@ -13,7 +13,6 @@ from headrace.advice.flags.table import (
     find_variable,
     flags_by_name,
     foreign_value,
-    human_int,
     judge,
     judge_variables,
     notice,
@@ -276,7 +275,3 @@ def test_ordinary_attention_of_others_is_ours(name: str, other: str) -> None:
     """The table of backends knows its own, and refuses latent attention that a model does not have."""
     assert foreign_value("--attention-backend", name) is not None
     assert foreign_value("--attention-backend", other) is None
-
-
-def test_human_numbers() -> None:
-    assert [human_int(text) for text in ("8k", "8K", "1.5k", "7")] == [8000, 8192, 1500, 7]

@@ -119,8 +119,9 @@ def test_a_second_run_of_the_plan_that_fails_changes_nothing(bench: Bench) -> No
 def test_time_is_not_kept_for_what_was_measured_before(bench: Bench) -> None:
     """Else a budget of a few trials would never get to the rest."""
     bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1100.0}
-    bench.tune(budget=60.0)
-    assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}]
+    outcome = bench.tune(budget=60.0)
+    assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}], "time is kept for the winners together"
+    assert (outcome.left, outcome.together) == (1, True)
     outcome = bench.tune(budget=15.0)
     assert bench.run.ran[-1] == EAGER.changes
     assert (outcome.left, outcome.together, outcome.confirmed) == (0, True, True)
@@ -187,13 +188,6 @@ def test_a_budget_that_ends_early_leaves_what_was_measured(bench: Bench) -> None
     assert outcome.best.trial == SMALL
     assert outcome.left == 3
     assert bench.clock.now <= 1025
-
-
-def test_time_is_kept_for_the_winners_together(bench: Bench) -> None:
-    bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1100.0}
-    outcome = bench.tune(budget=60.0)
-    assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}]
-    assert (outcome.left, outcome.together) == (1, True)
 
 
 def test_what_a_killed_run_has_measured_is_not_measured_again(bench: Bench) -> None:
