@@ -151,6 +151,7 @@ def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: in
         yield from cases.rotary_and_cache((table, tokens.positions), tokens, bound)
         wide = tuple(None if weight is None else weight.float() * 1.001 for weight in weights)
         pairs = replace(tokens, norms=wide, interleaved=True, temperature=make.uniform(len(tokens.q)) + 1)
+        pairs = replace(pairs, q_weight=make.uniform(dim) + 0.5)
         yield from cases.rotary_and_cache((table, tokens.positions), pairs, bound)
 
 

@@ -63,7 +63,12 @@ class ModelNotFoundError(UserError):
 
 
 class UnsupportedModelError(UserError):
-    """config.json names an architecture, or a feature of one, that no registered family covers."""
+    """config.json names an architecture, or a feature of one, that no registered family covers. `field`: the one whose
+    value is refused, if it is one."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class CheckpointError(UserError):

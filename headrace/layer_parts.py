@@ -35,12 +35,16 @@ class Norms:
     parallel: bool = False
     """the feed-forward reads what the mixer reads, and both outputs are added to the residual"""
     norm: Norm = Norm()
+    behind: Norm | None = None
+    """those behind mixer and feed-forward; None: they are like the others"""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The norms that there are."""
-        every = (self.before_mixer, self.after_mixer, self.before_block, self.after_block)
-        return tuple(name for name in every if name)
+    def named(self) -> dict[str, Norm]:
+        """The norms that there are, by name."""
+        behind = self.behind or self.norm
+        every = {self.before_mixer: self.norm, self.after_mixer: behind}
+        every |= {self.before_block: self.norm, self.after_block: behind}
+        return {name: norm for name, norm in every.items() if name}
 
 
 @dataclass(frozen=True)

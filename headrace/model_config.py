@@ -57,7 +57,8 @@ class Fields:
         if name not in self.values:
             return UnsupportedModelError(f"{self.where} lacks `{self.inside}{name}`")
         shown = json.dumps(self.values[name], default=str)
-        return UnsupportedModelError(f"{self.where}: `{self.inside}{name}` is {shown:.80}; must be {accepted}")
+        said = f"{self.where}: `{self.inside}{name}` is {shown:.80}; must be {accepted}"
+        return UnsupportedModelError(said, field=f"{self.inside}{name}")
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MOST) -> int:
         """Return an integer; a whole number may be written as a float."""

@@ -110,6 +110,8 @@ class Attention:
     """scores x become soft_cap * tanh(x / soft_cap)"""
     clip: float | None = None
     """queries, keys and values as projected are held within +-clip"""
+    norm_last: bool = False
+    """weights of the norms of heads multiply what is rotated, not what is projected"""
     output_gate: bool = False
     """each head's output is multiplied with the sigmoid of as many numbers, which are projected beside its query"""
 
@@ -407,6 +409,8 @@ class Experts:
     """router and experts have biases"""
     scales_input: bool = False
     """a token's weight of an expert is a factor of what the expert is given, not of its output"""
+    halves_shared: bool = False
+    """the shared experts' output is halved: by a gate of zeros, which a checkpoint need not hold"""
     clamp: tuple[float, float] | None = None
     """(alpha, limit): the activation is gate * sigmoid(alpha * gate) * (up + 1), gate being at most `limit` and up
     within +-limit; None: silu(gate) * up"""
@@ -427,7 +431,7 @@ class Experts:
         if self.selection_bias:
             name = f"{block}.{names.selection}"
             tensors.append(Parameter(name, (self.num_experts,), "router", "whole", wide=True))
-        if self.shared_gate:
+        if self.shared_gate or self.halves_shared:
             tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:
             tensors += gated(f"{block}.{names.shared}", hidden, self.intermediate_size)
@@ -501,8 +505,8 @@ class LayerSpec:
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:
         """The tensors of the norms of the whole hidden state."""
-        names = self.norms.names
-        return tuple(one for name in names for one in norm(name, self.mixer.hidden_size, of=self.norms.norm))
+        named = self.norms.named.items()
+        return tuple(tensor for name, one in named for tensor in norm(name, self.mixer.hidden_size, of=one))
 
     @cached_property
     def weights(self) -> int:

@@ -137,6 +137,7 @@ class TritonAttention:
         out: Tensor | None = None,
         sinks: Tensor | None = None,
         temperature: Tensor | None = None,
+        q_weight: Tensor | None = None,
     ) -> Tensor:
         """Attend in one launch, for steps of one token a request: q # [R, Hq, D], k and v # [R, Hkv, D] as projected.
 
@@ -150,7 +151,7 @@ class TritonAttention:
         sequences, tickets, config, splits = planned
         return decode_attention(
             q, k, v, cos_sin, kv_cache, sequences, tickets, spec.scale, config, splits, spec.sliding_window, q_norm,
-            k_norm, eps, kv_scale, out, sinks, spec.chunked, spec.soft_cap, spec.interleaved, temperature,
+            k_norm, eps, kv_scale, out, sinks, spec.chunked, spec.soft_cap, spec.interleaved, temperature, q_weight,
         )  # fmt: skip
 
     def latent(

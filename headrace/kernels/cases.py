@@ -248,6 +248,7 @@ class NewTokens:
     eps: float = EPS
     interleaved: bool = False
     temperature: Tensor | None = None
+    q_weight: Tensor | None = None
 
     def rotate(self, angles: tuple[Tensor | None, Tensor | None], kernel: Kernel) -> tuple[Tensor, ...]:
         """Return what a kernel returns, what it wrote to the slots, and the other memory, which must not change."""
@@ -256,7 +257,7 @@ class NewTokens:
         cache = memory.as_strided(*layout)
         out = kernel(
             self.q, self.k, self.v, *angles, cache, self.slots, *self.norms, self.eps, self.kv_scale, self.interleaved,
-            self.temperature,
+            self.temperature, self.q_weight,
         )  # fmt: skip
         found = written(cache, self.slots)
         cache.view(torch.uint8).zero_()

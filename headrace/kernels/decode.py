@@ -33,11 +33,11 @@ from headrace.kernels.rotary import _to_fp8, head_norm, rotary_and_cache_referen
 
 @triton.jit
 def _rotated(
-    ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, temperature, HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
+    ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, temperature, factors_ptr,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Load heads [rows, BLOCK_D], norm and (unless `sin` is None) rotate them in fp32, rounding where the separate
-    kernels would; multiply by `temperature`, unless it is None."""
+    kernels would; multiply by `temperature` and the factors, unless they are None."""
     dtype: tl.constexpr = ptrs.dtype.element_ty
     x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(partner_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -53,6 +53,8 @@ def _rotated(
         x = x * cos + other * sin
     if temperature is not None:
         x = x * temperature
+    if factors_ptr is not None:
+        x = x * tl.load(factors_ptr + column, mask=column < HEAD_DIM, other=0.0)[None, :]
     return x.to(dtype)
 
 
@@ -67,7 +69,7 @@ def _new_token(
     k_ptrs = k_ptr + tl.zeros([1, column.shape[0]], tl.int32)
     key = _rotated(
         k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, inside[None, :], cos, sin,
-        eps, None, HEAD_DIM, NORM,
+        eps, None, None, HEAD_DIM, NORM,
     )  # fmt: skip
     if PAIRS:
         two = 2 * tl.arange(0, column.shape[0] // 2)
@@ -130,6 +132,7 @@ def _decode_kernel(
     kv_scale_ptr,
     sinks_ptr,
     temperature_ptr,
+    q_weight_ptr,
     eps,
     qk_scale,
     soft_cap,
@@ -219,7 +222,7 @@ def _decode_kernel(
         temperature = tl.load(temperature_ptr + request)
     q = _rotated(
         q_ptrs + column[None, :], q_ptrs + partner[None, :], q_norm_ptr, column, partner, inside, cos, sin, eps,
-        temperature, HEAD_DIM, NORM,
+        temperature, q_weight_ptr, HEAD_DIM, NORM,
     )  # fmt: skip
     last = split == num_parts - 1  # the last part includes the new token's own key and value
     k_ptr += request.to(tl.int64) * k_stride + kv_head * HEAD_DIM
@@ -338,6 +341,7 @@ def decode_attention(
     soft_cap: float | None = None,
     interleaved: bool = False,
     temperature: Tensor | None = None,
+    q_weight: Tensor | None = None,
 ) -> Tensor:
     """Attend with one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; return [R, Hq, D].
 
@@ -346,7 +350,8 @@ def decode_attention(
     counters, at least R * Hkv; they must be zero, and are zero again afterwards. `splits` is the most parts that a
     request's keys are cut into: the result depends on it, but not on the order in which programs finish. `cos_sin`
     None: nothing is rotated. What a query sees (`sliding_window`, `chunked`, `sinks`, `soft_cap`) is as in
-    paged_attention, and how it is rotated (`interleaved`, `temperature` [R]) as in rotary_and_cache.
+    paged_attention, and how it is rotated (`interleaved`, `temperature` [R], `q_weight` [D]) as in
+    rotary_and_cache.
     """
     num_reqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -363,7 +368,8 @@ def decode_attention(
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, sequences.block_table, sequences.rows,
-        sequences.seq_lens, kv_scale, sinks, temperature, eps, scale * LOG2_E, in_log2(soft_cap), sliding_window or 0,
+        sequences.seq_lens, kv_scale, sinks, temperature, q_weight, eps, scale * LOG2_E, in_log2(soft_cap),
+        sliding_window or 0,
         q.stride(0), q.stride(1), k.stride(0), v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=0 if cos_sin is None else cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m,
@@ -393,6 +399,7 @@ def decode_attention_reference(
     soft_cap: float | None = None,
     interleaved: bool = False,
     temperature: Tensor | None = None,
+    q_weight: Tensor | None = None,
 ) -> Tensor:
     table, rows, _, seq_lens = sequences
     block_size = kv_cache.shape[2]
@@ -400,7 +407,7 @@ def decode_attention_reference(
     slots = table[rows.long(), at // block_size].long() * block_size + at % block_size
     slots = slots.masked_fill(seq_lens == 0, -1)
     q = rotary_and_cache_reference(
-        q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale, interleaved, temperature
+        q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale, interleaved, temperature, q_weight
     )
     return paged_attention_reference(
         q, kv_cache, sequences, scale, sliding_window, kv_scale, sinks=sinks, chunked=chunked, soft_cap=soft_cap

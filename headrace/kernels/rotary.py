@@ -91,6 +91,7 @@ def _rotary_and_cache_kernel(
     k_norm_ptr,
     kv_scale_ptr,
     temperature_ptr,
+    q_weight_ptr,
     eps,
     q_stride,
     k_stride,
@@ -144,6 +145,11 @@ def _rotary_and_cache_kernel(
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + token)
         first, second, tail = first * temperature, second * temperature, tail * temperature
+    if q_weight_ptr is not None:
+        first *= tl.load(q_weight_ptr + front, mask=half_in, other=0.0)[None, :]
+        second *= tl.load(q_weight_ptr + STEP + front, mask=half_in, other=0.0)[None, :]
+        if HAS_REST:
+            tail *= tl.load(q_weight_ptr + rest, mask=rest_in, other=0.0)[None, :]
     target = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
     mask = member_in[:, None] & half_in[None, :]
     tl.store(target + front[None, :], first.to(dtype), mask=mask)
@@ -197,13 +203,14 @@ def rotary_and_cache(
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
     temperature: Tensor | None = None,
+    q_weight: Tensor | None = None,
 ) -> Tensor:
     """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the cache, return the rotated q.
 
     q, k, v may be views of one tensor (last dim contiguous). With `q_norm` and `k_norm` [D], heads are RMS-normed
     first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i is rotated with
     i + rotary_dim // 2, or 2 i with 2 i + 1 if `interleaved`, and what lies beyond rotary_dim is not. `cos_sin` None:
-    nothing is rotated. Rotated q is multiplied by `temperature` [T] fp32.
+    nothing is rotated. Rotated q is multiplied by `temperature` [T] fp32 and by `q_weight` [D] fp32.
     positions [T] int64. The cache [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose
     slot_mapping [T] int64 is negative are not written. An fp8 cache gets K / kv_scale[0] and V / kv_scale[1], fp32 [2]
     on the device, clamped to its type's range. `v` None: the cache [1, ...] holds keys alone.
@@ -220,7 +227,7 @@ def rotary_and_cache(
     group = num_heads // num_kv_heads
     arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
-        temperature, eps, q.stride(0), k.stride(0), v_strides[0], q.stride(1), k.stride(1), v_strides[1],
+        temperature, q_weight, eps, q.stride(0), k.stride(0), v_strides[0], q.stride(1), k.stride(1), v_strides[1],
         *rows_between(kv_cache), num_heads, num_kv_heads,
     )  # fmt: skip
     constants = dict(
@@ -277,6 +284,7 @@ def rotary_and_cache_reference(
     kv_scale: Tensor | None = None,
     interleaved: bool = False,
     temperature: Tensor | None = None,
+    q_weight: Tensor | None = None,
 ) -> Tensor:
     """Do what `rotary_and_cache` does; `positions` None: `cos_sin` is what `step_angles_reference` returned."""
     num_heads = q.shape[1]
@@ -293,6 +301,8 @@ def rotary_and_cache_reference(
             q, k = _rotate(both, angles, interleaved).split_with_sizes((num_heads, k.shape[1]), dim=1)
     if temperature is not None:
         q = of_type(q * temperature[:, None, None], q.dtype)
+    if q_weight is not None:
+        q = of_type(q * q_weight, q.dtype)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slot_mapping, k, v = slot_mapping[written], k[written], None if v is None else v[written]

@@ -137,6 +137,9 @@ class Attention(Layer):
         self.q_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
         self.k_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
         self.qk_norm = QKNorm(mixer, spec, context) if mixer.qk_norm in ("heads", "wide") else None
+        self.norm_last = mixer.norm_last
+        self.q_weight: Tensor | None = None
+        """[head_dim] float32: what rotated queries are multiplied by; constant once loading is over"""
         self.clip, self.turns = mixer.clip, mixer.turns
         self.sinks: Tensor | None = None
         if mixer.sinks:
@@ -187,10 +190,23 @@ class Attention(Layer):
 
     def finalize(self) -> None:
         super().finalize()
+        if self.norm_last:
+            self._weight_queries()
         if self.sinks is not None:
             self.attend = partial(self.attend, sinks=self.sinks)
             if self.decode is not None:
                 self.decode = partial(self.decode, sinks=self.sinks)
+
+    def _weight_queries(self) -> None:
+        """Let queries bear the weights of both norms, which multiply what is rotated: scores are the same if rotated
+        keys, which have kept their length, are cached without. A checkpoint's scale is for keys with their weights."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        self.q_weight = self.q_norm.weight.float() * self.k_norm.weight.float()
+        for norm in (self.q_norm, self.k_norm):
+            norm.weight.data.fill_(1.0)
+        if self.kv_scale is not None:
+            self.kv_scale[0] = math.nan
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
@@ -235,10 +251,12 @@ class Attention(Layer):
         scale = self.kv_scale
         if metadata.max_query_len == 1 and self.decode is not None:
             return self.decode(
-                q, k, v, cos_sin, kv_cache, metadata, self.spec, *norms, self.eps, scale, out, temperature=temperature
-            )
+                q, k, v, cos_sin, kv_cache, metadata, self.spec, *norms, self.eps, scale, out, temperature=temperature,
+                q_weight=self.q_weight,
+            )  # fmt: skip
         slots = metadata.slot_mappings[self.spec.group]
         q = self.rotary_and_cache(
-            q, k, v, cos_sin, positions, kv_cache, slots, *norms, self.eps, scale, self.spec.interleaved, temperature
-        )
+            q, k, v, cos_sin, positions, kv_cache, slots, *norms, self.eps, scale, self.spec.interleaved, temperature,
+            self.q_weight,
+        )  # fmt: skip
         return self.attend(q, kv_cache, metadata, self.spec, scale, out)

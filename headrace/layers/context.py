@@ -26,6 +26,8 @@ class LayerContext:
     device: torch.device
     batch_invariant: bool = False
     """A token's result must not depend on what else is in the batch."""
+    positions: int | None = None
+    """the most positions that a token can have, fewer than the model's own; None: not known"""
     groups: Mapping[int, int] = field(default_factory=dict)
     """layer that caches something -> the cache group whose block table it uses"""
 

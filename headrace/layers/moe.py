@@ -77,7 +77,7 @@ def router_spec(spec: model_spec.Experts, dtype: torch.dtype) -> LinearSpec:
     """Describe the router and, below its rows, the shared expert's gate if it has one; every rank holds both. Where the
     checkpoint has them quantized, they are widened at load."""
     hidden, rows = spec.hidden_size, {spec.names.router: spec.num_experts}
-    if spec.shared_gate:
+    if spec.shared_gate or spec.halves_shared:
         rows["shared_expert_gate"] = 1
     parts = [(name, count, count, 0) for name, count in rows.items()]
     return column_spec(hidden, parts, dtype, spec.bias)
@@ -134,6 +134,8 @@ class SparseMoE(Layer):
         super().create_weights(device)
         layout, experts = self.scheme.layout, (self.spec.num_experts,)
         self.router_weights = self.router_scheme.layout.create_weights(self.router_spec, device)
+        if self.spec.halves_shared:
+            self.router_weights["weight"][-1].zero_()
         self.w13 = layout.create_weights(self.gate_up_spec, device, experts)
         self.w2 = layout.create_weights(self.down_spec, device, experts)
 
@@ -191,6 +193,9 @@ class SparseMoE(Layer):
         spec, names = self.spec, self.spec.names
         router = self.router_scheme.layout.slots(self.router_spec, self.router_weights)
         slots = {f"{path}.{part.name}.{tensor}": slot for part, tensor, slot in router}
+        if spec.halves_shared:
+            gate = f"{path}.{self.router_spec.parts[-1].name}.weight"
+            slots[gate] = replace(slots[gate], optional=True)
         if self.selection_bias is not None:
             whole, take = whole_slot(self.selection_bias), partial(_take_row, self.selection_bias)
             slots[f"{path}.{names.selection}"] = replace(whole, store=take, shapes=((1, spec.num_experts),))

@@ -39,8 +39,9 @@ class Rotary(Layer):
     """Makes a step's Angles for the layers that have the same Turns."""
 
     def __init__(self, turns: Turns, positions: int, context: LayerContext) -> None:
-        """Compute the tables for `positions` positions."""
+        """Compute the tables for `positions` positions, or for those that the context names if they are fewer."""
         super().__init__()
+        positions = min(positions, context.positions or positions)
         self.turns = turns
         self.cos_sin: Tensor | None = None
         if turns.rope is not None:
@@ -51,6 +52,13 @@ class Rotary(Layer):
             grown = torch.floor((places + heat.first) / heat.length)
             self.temperatures = 1 + heat.beta * torch.log(1 + grown)
         self.step_angles = context.kernels.step_angles
+
+    def keep(self, positions: int) -> None:
+        """Let go of the memory of what the tables hold beyond `positions` positions."""
+        for name in ("cos_sin", "temperatures"):
+            table = getattr(self, name)
+            if table is not None and table.shape[0] > positions:
+                setattr(self, name, table[:positions].clone())
 
     def forward(self, positions: Tensor) -> Angles:
         """Return the angles of a step's tokens; positions # [num_tokens] int64."""

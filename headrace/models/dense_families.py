@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from headrace.layer_parts import Norm, Norms, Rope
-from headrace.model_config import Fields, num_layers
+from headrace.model_config import Fields, head_dim, num_layers
 from headrace.model_spec import Attention, DenseMLP
 from headrace.models.descriptions import (
-    Describe,
     Described,
-    FeedForwards,
     alike,
-    all_dense,
     attention,
     dense,
-    encoder,
     layer_types,
     llama,
     rms_norm,
     rotated_layers,
-    upper_window,
 )
-from headrace.models.encoders import qwen3_vision
 from headrace.models.ropes import read_rope
 
 USUAL = Norms()
@@ -79,6 +73,13 @@ def gemma(c: Fields) -> Described:
 def gemma2(c: Fields) -> Described:
     """Describe Gemma 2, with a window in every other layer, soft caps and four norms a layer."""
     return _gemma(c, 2, lambda kind: read_rope(c), attn_cap=50.0, logit_cap=30.0, qk_norm="none")
+
+
+def vaultgemma(c: Fields) -> Described:
+    """Describe VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind mixer and feed-forward."""
+    plain = gemma2(c)
+    norms = Norms("input_layernorm", "", "pre_feedforward_layernorm", "", norm=plain.norm)
+    return replace(plain, layers=tuple(replace(layer, norms=norms) for layer in plain.layers))
 
 
 def gemma3(c: Fields) -> Described:
@@ -148,7 +149,7 @@ GEMMA3: dict[str, Any] = {
 
 def cohere(c: Fields) -> Described:
     """Describe Command R: both branches of a layer read one norm, and heads may be normed by weights of their own."""
-    norm, bias, count = _layer_norm(c), c.flag("attention_bias"), num_layers(c)
+    norm, bias, count = layer_norm(c), c.flag("attention_bias"), num_layers(c)
     qk_norm = "heads" if c.flag("use_qk_norm") else "none"
     rope = replace(read_rope(c, theta=500000.0), interleaved=True)
     mixer = attention(c, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, norm=norm)
@@ -157,7 +158,7 @@ def cohere(c: Fields) -> Described:
 
 def cohere2(c: Fields) -> Described:
     """Describe Command A and R7B: windows in three layers of four, and the fourth without positions."""
-    norm, bias = _layer_norm(c), c.flag("attention_bias")
+    norm, bias = layer_norm(c), c.flag("attention_bias")
     kinds = every_nth(c, c.integer("sliding_window_pattern", 4))
     rope = replace(read_rope(c), interleaved=True)
     mixers = []
@@ -168,7 +169,8 @@ def cohere2(c: Fields) -> Described:
     return _cohere(c, mixers, norm)
 
 
-def _layer_norm(c: Fields, bias: bool = False, eps: str = "layer_norm_eps", plus_one: bool = False) -> Norm:
+def layer_norm(c: Fields, bias: bool = False, eps: str = "layer_norm_eps", plus_one: bool = False) -> Norm:
+    """Return the layer norm of the epsilon in the field `eps`."""
     return Norm("layer", c.number(eps, 1e-5, above=0), bias=bias, plus_one=plus_one)
 
 
@@ -208,7 +210,7 @@ def stablelm(c: Fields) -> Described:
     for name in ("qk_layernorm", "use_parallel_residual"):
         if c.flag(name):
             raise c.refusal(name, "false")
-    norm, count = _layer_norm(c, bias=True), num_layers(c)
+    norm, count = layer_norm(c, bias=True), num_layers(c)
     mixer = attention(c, rope=read_rope(c, share=0.25), qkv_bias=c.flag("use_qkv_bias"), norm=norm)
     return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm))
 
@@ -233,14 +235,21 @@ def arcee(c: Fields) -> Described:
 
 def nemotron(c: Fields) -> Described:
     """Describe Nemotron-4 and Minitron, with layer norms and half of each head rotated."""
-    norm, bias = _layer_norm(c, bias=True, eps="norm_eps", plus_one=True), c.flag("attention_bias")
+    norm, bias = layer_norm(c, bias=True, eps="norm_eps", plus_one=True), c.flag("attention_bias")
     mixer = attention(c, rope=read_rope(c, share=0.5), qkv_bias=bias, o_bias=bias, norm=norm)
     return _alike(c, mixer, dense(c, c.flag("mlp_bias"), gated=False), norm)
 
 
+def jais2(c: Fields) -> Described:
+    """Describe Jais 2, with layer norms and biases."""
+    norm, bias = layer_norm(c, bias=True), c.flag("attention_bias", True)
+    mixer = attention(c, qkv_bias=bias, o_bias=bias, norm=norm)
+    return _alike(c, mixer, dense(c, c.flag("mlp_bias", True), gated=False), norm)
+
+
 def starcoder2(c: Fields) -> Described:
     """Describe StarCoder 2 (arXiv 2402.19173), with layer norms and biases."""
-    norm, bias = _layer_norm(c, bias=True, eps="norm_epsilon"), c.flag("use_bias", True)
+    norm, bias = layer_norm(c, bias=True, eps="norm_epsilon"), c.flag("use_bias", True)
     mixer = attention(c, c.optional("sliding_window"), qkv_bias=bias, o_bias=bias, norm=norm)
     return _alike(c, mixer, dense(c, bias, gated=False, names=("c_fc", "c_proj")), norm)
 
@@ -257,27 +266,7 @@ def _alike(c: Fields, mixer: Attention, block: DenseMLP, norm: Norm) -> Describe
     return alike([mixer] * num_layers(c), [block] * num_layers(c), Norms(norm=norm))
 
 
-# ---- multipliers, norms elsewhere, layers without positions
-
-
-def granite(c: Fields, feed_forwards: FeedForwards = all_dense) -> Described:
-    """Describe Granite 3, which scales embeddings, scores, logits and what is added to the residual.
-
-    Since an RMS norm does not depend on the size of its input but for epsilon, the residual is kept divided by
-    `residual_multiplier`: then what layers add needs no factor.
-    """
-    multiplier = c.number("residual_multiplier", 1.0, above=0)
-    plain = llama(c, feed_forwards=feed_forwards)
-    norm = replace(plain.norm, eps=plain.norm.eps / multiplier**2)
-    scale = c.number("attention_multiplier", 1.0, above=0)
-    mixers = [replace(layer.mixer, scale=scale) for layer in plain.layers if isinstance(layer.mixer, Attention)]
-    return alike(
-        mixers,
-        [layer.feed_forward for layer in plain.layers],
-        Norms(norm=norm),
-        embedding_scale=c.number("embedding_multiplier", 1.0, above=0) / multiplier,
-        logit_scale=1 / c.number("logits_scaling", 1.0, above=0),
-    )
+# ---- norms elsewhere, layers without positions
 
 
 def olmo(c: Fields) -> Described:
@@ -306,8 +295,13 @@ def _olmo2(c: Fields, kinds: list[str], rope: Callable[[str], Rope]) -> Describe
 
 
 def exaone4(c: Fields) -> Described:
-    """Describe EXAONE 4: norms behind mixer and feed-forward, and where some layers have windows, the others have no
-    positions."""
+    """Describe EXAONE 4: norms behind mixer and feed-forward."""
+    mixers = exaone4_attention(c)
+    return alike(mixers, [dense(c)] * len(mixers), replace(BEHIND, norm=rms_norm(c, 1e-5)))
+
+
+def exaone4_attention(c: Fields) -> list[Attention]:
+    """Return the attention of each layer: where some layers have windows, the others have no positions."""
     norm, mixers = rms_norm(c, 1e-5), []
     slides = c.values.get("sliding_window") is not None
     pattern = c.values.get("sliding_window_pattern", 4)
@@ -318,7 +312,7 @@ def exaone4(c: Fields) -> Described:
     for kind in kinds:
         rope = read_rope(c) if kind == "sliding_attention" or not slides else None
         mixers.append(attention(c, window_of(c, kind), rope=rope, qk_norm="head", norm=norm))
-    return alike(mixers, [dense(c)] * len(kinds), replace(BEHIND, norm=norm))
+    return mixers
 
 
 def smollm3(c: Fields) -> Described:
@@ -334,32 +328,40 @@ def smollm3(c: Fields) -> Described:
     return alike(mixers, [dense(c, c.flag("mlp_bias"))] * count, Norms(norm=norm))
 
 
+def cwm_window(c: Fields) -> list[int | None]:
+    """Follow CWM: windows as `layer_types` says, else in all but every fourth layer, from the first."""
+    kinds = layer_types(c) or ["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers(c))]
+    return [window_of(c, kind, 8192) for kind in kinds]
+
+
 def ministral_window(c: Fields) -> list[int | None]:
     """Follow Ministral: windows as `layer_types` says, else everywhere."""
     kinds = layer_types(c) or ["sliding_attention"] * num_layers(c)
     return [window_of(c, kind) for kind in kinds]
 
 
-# ---- text parts of folders with more than text
+# ---- norms behind the rotation
+
+AFTER_TURNING = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
+"""Hunyuan's names of norms of heads -> ours"""
 
 
-def qwen3_vl(c: Fields) -> Described:
-    """Describe Qwen3-VL: Qwen3 behind a vision encoder."""
-    text = llama(c, upper_window, mlp_bias=False, qk_norm="head", theta=500000.0)
-    return replace(text, vision_weights=encoder(c, qwen3_vision))
+def hunyuan(c: Fields) -> Described:
+    """Describe Hunyuan's dense models: Llama with norms of queries and keys that are rotated."""
+    norm = rms_norm(c, 1e-5)
+    mixer, count = hunyuan_attention(c), num_layers(c)
+    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm), names=AFTER_TURNING)
 
 
-def text_part_of(families: Mapping[str, Describe], vision: Callable[[Fields, int], int] | None = None) -> Describe:
-    """Return a description that chooses by the `model_type` of the text part, the first where there is none. `vision`
-    counts the parameters of the image encoder, given its fields and the hidden size; None: they are not known."""
-
-    def describe(c: Fields) -> Described:
-        kind = c.text("model_type", next(iter(families)))
-        if kind not in families:
-            raise c.refusal("model_type", f"one of {', '.join(families)} in `text_config`")
-        described = families[kind](c)
-        if vision is None:
-            return described
-        return replace(described, vision_weights=encoder(c, vision, c.integer("hidden_size")))
-
-    return describe
+def hunyuan_attention(c: Fields) -> Attention:
+    """Return Hunyuan's attention. Where its rope is dynamic and has an `alpha`, that stretches the base whatever the
+    length."""
+    scaling, bias, rope = (
+        c.object("rope_scaling") or c.object("rope_parameters"),
+        c.flag("attention_bias"),
+        read_rope(c),
+    )
+    if rope.kind == "dynamic" and scaling.values.get("alpha"):
+        dim = head_dim(c)
+        rope = Rope(rope.theta * scaling.number("alpha", above=0) ** (dim / (dim - 2)))
+    return attention(c, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm="head", norm_last=True, norm=rms_norm(c, 1e-5))

@@ -6,12 +6,23 @@ It imports no torch.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import Attention, ExpertNames, Experts, FeedForward
-from headrace.models.dense_families import granite, window_of
+from headrace.model_spec import ExpertNames, Experts
+from headrace.models.dense_families import (
+    AFTER_TURNING,
+    BEHIND,
+    PARALLEL,
+    USUAL,
+    exaone4_attention,
+    hunyuan_attention,
+    layer_norm,
+    rope_of_type,
+    window_of,
+)
 from headrace.models.descriptions import (
     W1_W3_W2,
     Described,
@@ -21,13 +32,10 @@ from headrace.models.descriptions import (
     encoder,
     experts,
     layer_types,
-    llama,
-    qwen_experts,
     rms_norm,
     rotated_layers,
-    switched_window,
 )
-from headrace.models.encoders import llama4_vision, qwen3_vision
+from headrace.models.encoders import llama4_vision
 from headrace.models.ropes import read_rope
 
 SHARED = ExpertNames(shared="shared_experts")
@@ -38,6 +46,14 @@ def behind_dense(c: Fields, default: int) -> list[bool]:
     """Tell which layers have experts: those behind the first `first_k_dense_replace`."""
     first = c.integer("first_k_dense_replace", default, minimum=0)
     return [layer >= first for layer in range(num_layers(c))]
+
+
+def sparse_layers(c: Fields, default: int) -> list[bool]:
+    """Tell which layers have experts: as `mlp_layer_types` says, else those behind the first ones."""
+    types, count = c.texts("mlp_layer_types"), num_layers(c)
+    if types and (len(types) != count or {*types} - {"dense", "sparse"}):
+        raise c.refusal("mlp_layer_types", f"dense or sparse for each of the {count} layers")
+    return [one == "sparse" for one in types] if types else behind_dense(c, default)
 
 
 def softmax_experts(c: Fields) -> Experts:
@@ -84,14 +100,14 @@ def _routed(c: Fields, grouped: bool, renormalize: bool, sigmoid: bool = False) 
     )
 
 
-def glm4_moe(c: Fields) -> Described:
-    """Describe GLM-4.5 and 4.6, which rotate the first half of each head."""
+def glm4_moe(c: Fields, share: float = 0.5, dense_layers: int = 1) -> Described:
+    """Describe GLM-4.5 and 4.6, which rotate the first half of each head, and with other defaults Solar Open."""
     norm = rms_norm(c, 1e-5)
     qk_norm: Literal["head", "none"] = "head" if c.flag("use_qk_norm") else "none"
-    rope, bias = read_rope(c, share=0.5), c.flag("attention_bias")
+    rope, bias = read_rope(c, share=share), c.flag("attention_bias")
     mixer = attention(c, rope=rope, qk_norm=qk_norm, qkv_bias=bias, norm=norm)
-    routed, plain = sigmoid_experts(c), dense(c)
-    blocks = [routed if sparse else plain for sparse in behind_dense(c, 1)]
+    routed, sparse = sigmoid_experts(c), behind_dense(c, dense_layers)
+    blocks = [routed if one else dense(c) for one in sparse]
     return alike([mixer] * len(blocks), blocks, Norms(norm=norm))
 
 
@@ -108,20 +124,18 @@ def minimax_m2(c: Fields) -> Described:
     )
 
 
-def olmoe(c: Fields) -> Described:
-    """Describe OLMoE (arXiv 2409.02060), with experts in every layer and norms of all heads together."""
-    norm, count, bias = rms_norm(c, 1e-5), num_layers(c), c.flag("attention_bias")
+def olmoe(c: Fields, norms: Norms = USUAL, eps: float = 1e-5) -> Described:
+    """Describe OLMoE (arXiv 2409.02060), with experts in every layer and norms of all heads together, and with norms
+    elsewhere FlexOlmo (arXiv 2507.07024)."""
+    norm, count, bias = rms_norm(c, eps), num_layers(c), c.flag("attention_bias")
     if c.values.get("clip_qkv") is not None:  # it would follow the norms
         raise c.refusal("clip_qkv", "null")
     mixer = attention(c, qk_norm="wide", qkv_bias=bias, o_bias=bias, norm=norm)
     block = experts(c, "num_experts", renormalize=c.flag("norm_topk_prob"))
-    return alike([mixer] * count, [block] * count, Norms(norm=norm))
+    return alike([mixer] * count, [block] * count, replace(norms, norm=norm))
 
 
-def qwen3_vl_moe(c: Fields) -> Described:
-    """Describe the text part of Qwen3-VL-MoE: Qwen3-MoE behind a vision encoder."""
-    text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
-    return replace(text, vision_weights=encoder(c, qwen3_vision))
+flex_olmo = partial(olmoe, norms=BEHIND, eps=1e-6)
 
 
 CHUNKS = ("full_attention", "chunked_attention")
@@ -189,43 +203,100 @@ def ernie_moe(c: Fields) -> Described:
     return alike([mixer] * count, blocks, Norms(norm=norm))
 
 
-# ---- Granite
-
-IN_EXPERTS = (
-    ("block_sparse_moe.input_linear.", "mlp.experts.gate_up_proj."),
-    ("block_sparse_moe.output_linear.", "mlp.experts.down_proj."),
-    ("block_sparse_moe.router.layer.", "mlp.gate."),
-    ("shared_mlp.input_linear.", "mlp.shared_expert.gate_up_proj."),
-    ("shared_mlp.output_linear.", "mlp.shared_expert.down_proj."),
-)
-"""Granite's names of experts -> ours"""
-DENSE = (("shared_mlp.input_linear.", "mlp.gate_up_proj."), ("shared_mlp.output_linear.", "mlp.down_proj."))
-"""Its names of a feed-forward where there are no experts"""
+def exaone_moe(c: Fields) -> Described:
+    """Describe K-EXAONE: the attention of EXAONE 4, norms where they usually are, and experts of DeepSeek's form."""
+    norm, mixers = rms_norm(c, 1e-5), exaone4_attention(c)
+    fields = {"n_routed_experts": c.integer("num_experts"), "n_shared_experts": c.integer("num_shared_experts", 1, 0)}
+    routed = sigmoid_experts(c.changed(fields))
+    routed = replace(routed, names=replace(SHARED, selection="e_score_correction_bias"))
+    blocks = [routed if sparse else dense(c) for sparse in sparse_layers(c, 1)]
+    return alike(mixers, blocks, Norms(norm=norm))
 
 
-def granite_moe(c: Fields) -> Described:
-    """Describe Granite 3 with experts, perhaps beside a shared one."""
+def mellum(c: Fields) -> Described:
+    """Describe Mellum 2: Qwen3 with experts, windows as `layer_types` says, and a rope for each type of layer."""
+    kinds = layer_types(c) or ["full_attention"] * num_layers(c)
+    norm, bias = rms_norm(c), c.flag("attention_bias")
+    mixers = [
+        attention(
+            c, window_of(c, kind, 1024), rope=rope_of_type(c, kind, 500000.0, 10000.0), qk_norm="head",
+            qkv_bias=bias, o_bias=bias, norm=norm,
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    renormalize = c.flag("norm_topk_prob", True)
+    routed = experts(c, width="moe_intermediate_size", renormalize=renormalize)
+    blocks = [routed if sparse else dense(c) for sparse in sparse_layers(c, 0)]
+    return alike(mixers, blocks, Norms(norm=norm))
 
-    def blocks(c: Fields, bias: bool) -> list[FeedForward]:
-        return [experts(c, intermediate_size=c.integer("shared_intermediate_size", 0, 0))] * num_layers(c)
 
-    return replace(granite(c, blocks), names=IN_EXPERTS)
-
-
-def granite_hybrid(c: Fields) -> Described:
-    """Describe Granite 4 where no layer is Mamba-2's: perhaps without experts, and perhaps without positions."""
-    kinds = ["mamba" if kind == "linear_attention" else kind for kind in c.texts("layer_types")]
-    if "mamba" in kinds or not kinds:
-        raise c.refusal("layer_types", "attention in every layer, for there are no kernels here for Mamba-2's scan")
-    if c.integer("num_local_experts", 8, minimum=0):
-        plain = granite_moe(c)
-    else:
-        width = c.integer("shared_intermediate_size", 1024)
-        plain = replace(granite(c.changed({"intermediate_size": width})), names=DENSE)
-    if c.values.get("position_embedding_type") == "rope":
-        return plain
-    layers = (
-        replace(layer, mixer=replace(layer.mixer, rope=None)) if isinstance(layer.mixer, Attention) else layer
-        for layer in plain.layers
+def cohere2_moe(c: Fields) -> Described:
+    """Describe Command with experts: Command A's layers, whose first ones may be dense and then turn queries and keys
+    whatever they see. The shared experts may count as much as all others."""
+    norm = layer_norm(c) if c.values.get("rms_norm_eps") is None else rms_norm(c)
+    first = c.integer("first_k_dense_replace", 0, 0)
+    periods = (c.integer("prefix_dense_sliding_window_pattern", 1), c.integer("sliding_window_pattern", 4))
+    places = [(i, periods[0]) if i < first else (i - first, periods[1]) for i in range(num_layers(c))]
+    usual = ["sliding_attention" if (i + 1) % period else "full_attention" for i, period in places]
+    rope, bias, sparse = replace(read_rope(c), interleaved=True), c.flag("attention_bias"), sparse_layers(c, 0)
+    mixers = []
+    for kind, chooses in zip(layer_types(c) or usual, sparse, strict=True):
+        window, forced = window_of(c, kind), not chooses and periods[0] == 1
+        turns = rope if window is not None or forced else None
+        mixers.append(attention(c, window, rope=turns, qkv_bias=bias, o_bias=bias, norm=norm))
+    strategy, chosen_by = (
+        c.text("shared_expert_combination_strategy", "average"),
+        c.text("expert_selection_fn", "softmax"),
     )
-    return replace(plain, layers=tuple(layers))
+    if strategy not in ("sum", "average"):
+        raise c.refusal("shared_expert_combination_strategy", "sum or average")
+    if chosen_by not in ("softmax", "sigmoid"):
+        raise c.refusal("expert_selection_fn", "softmax or sigmoid")
+    shared = c.integer("num_shared_experts", 0, 0) * c.integer("intermediate_size")
+    share = 0.5 if shared and strategy == "average" else 1.0
+    routed = experts(
+        c, "num_experts", renormalize=chosen_by == "softmax" or c.flag("norm_topk_prob", True),
+        sigmoid=chosen_by == "sigmoid", intermediate_size=shared, scaling=share, halves_shared=share < 1, names=SHARED,
+    )  # fmt: skip
+    blocks = [routed if one else dense(c, width="prefix_dense_intermediate_size") for one in sparse]
+    scale = c.number("logit_scale", 0.0625, above=0)
+    return alike(mixers, blocks, replace(PARALLEL, norm=norm), logit_scale=scale)
+
+
+# ---- Hunyuan
+
+
+def hunyuan_moe(c: Fields) -> Described:
+    """Describe Hunyuan-A13B, with experts and a shared one in every layer. Numbers of experts may be lists."""
+    count, norm = num_layers(c), rms_norm(c, 1e-5)
+    names = ExpertNames(router="gate.wg", shared="shared_mlp")
+
+    def of_layer(name: str, layer: int, default: int | None = None) -> int:
+        value = c.values.get(name)
+        return c.integers(name, count)[layer] if isinstance(value, list) else c.integer(name, default)
+
+    blocks = []
+    for layer in range(count):
+        width = of_layer("moe_intermediate_size", layer, c.integer("intermediate_size"))
+        own = {"num_experts_per_tok": of_layer("moe_topk", layer), "moe_intermediate_size": width}
+        own |= {"num_experts": of_layer("num_experts", layer)}
+        shared = of_layer("num_shared_expert", layer, 1) * c.integer("intermediate_size")
+        sizes = ("num_experts", "moe_intermediate_size")
+        blocks.append(experts(c.changed(own), *sizes, intermediate_size=shared, names=names))
+    return alike([hunyuan_attention(c)] * count, blocks, Norms(norm=norm), names=AFTER_TURNING)
+
+
+def hunyuan3(c: Fields) -> Described:
+    """Describe Hunyuan 3, whose experts are chosen by sigmoids and biases."""
+    norm, bias = rms_norm(c, 1e-5), c.flag("attention_bias")
+    if c.flag("mlp_bias"):
+        raise c.refusal("mlp_bias", "false")
+    mixer = attention(c, qk_norm="head", qkv_bias=bias, o_bias=bias, norm=norm)
+    shared = c.integer("num_shared_experts", 1, 0) * c.integer("moe_intermediate_size")
+    names = ExpertNames(router="router.gate", shared="shared_mlp", selection="expert_bias")
+    routed = experts(
+        c, "num_experts", "moe_intermediate_size", sigmoid=True, selection_bias=True,
+        scaling=c.number("router_scaling_factor", 2.826), intermediate_size=shared, names=names,
+    )  # fmt: skip
+    blocks = [routed if sparse else dense(c) for sparse in sparse_layers(c, 1)]
+    return alike([mixer] * len(blocks), blocks, Norms(norm=norm))

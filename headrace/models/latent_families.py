@@ -10,7 +10,13 @@ from headrace.model_config import Fields, num_layers
 from headrace.model_spec import Experts, LatentAttention, LayerSpec
 from headrace.models.descriptions import Described, alike, dense, encoder, mtp_weights, rms_norm
 from headrace.models.encoders import kimi_vision
-from headrace.models.expert_families import behind_dense, renormalized_experts, sigmoid_experts, softmax_experts
+from headrace.models.expert_families import (
+    behind_dense,
+    renormalized_experts,
+    sigmoid_experts,
+    softmax_experts,
+    sparse_layers,
+)
 from headrace.models.ropes import read_rope, read_temperature
 
 
@@ -106,22 +112,14 @@ def deepseek_v3(c: Fields) -> Described:
     return _described(c, sigmoid_experts(c), behind_dense(c, 3))
 
 
-def _sparse_layers(c: Fields, default: int) -> list[bool]:
-    """Tell which layers have experts: as `mlp_layer_types` says, else those behind the first ones."""
-    types, count = c.texts("mlp_layer_types"), num_layers(c)
-    if types and (len(types) != count or {*types} - {"dense", "sparse"}):
-        raise c.refusal("mlp_layer_types", f"dense or sparse for each of the {count} layers")
-    return [one == "sparse" for one in types] if types else behind_dense(c, default)
-
-
 def glm4_moe_lite(c: Fields) -> Described:
     """Describe GLM-4.7-Flash, of whose layers by default the first alone is dense."""
-    return _described(c, sigmoid_experts(c), _sparse_layers(c, 1))
+    return _described(c, sigmoid_experts(c), sparse_layers(c, 1))
 
 
 def deepseek_v32(c: Fields, interleaved: bool = False) -> Described:
     """Describe DeepSeek V3.2 (arXiv 2512.02556): V3 with sparse attention; and GLM-5, whose index is interleaved."""
-    return _described(c, sigmoid_experts(c), _sparse_layers(c, 3), _indexed(c, interleaved))
+    return _described(c, sigmoid_experts(c), sparse_layers(c, 3), _indexed(c, interleaved))
 
 
 def mistral_large3(c: Fields) -> Described:
@@ -134,3 +132,14 @@ def youtu(c: Fields) -> Described:
     """Describe Youtu-LLM: latent attention and dense feed-forwards."""
     count = num_layers(c)
     return alike([latent_attention(c)] * count, [dense(c)] * count, Norms(norm=rms_norm(c)))
+
+
+def axk1(c: Fields) -> Described:
+    """Describe A.X K1: DeepSeek V3 with norms behind experts."""
+    sparse = sparse_layers(c, 1)
+    plain = _described(c, sigmoid_experts(c), sparse)
+    behind = replace(plain.layers[0].norms, after_block="post_mlp_layernorm")
+    layers = (
+        replace(layer, norms=behind) if routed else layer for layer, routed in zip(plain.layers, sparse, strict=True)
+    )
+    return replace(plain, layers=tuple(layers))

@@ -34,8 +34,8 @@ class LlamaDecoderLayer(Layer):
     def __init__(self, index: int, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
         super().__init__()
         norms, block = layer.norms, layer.feed_forward
-        for name in norms.names:
-            self.add_module(name, make_norm(norms.norm, layer.mixer.hidden_size, context.kernels, context.dtype))
+        for name, norm in norms.named.items():
+            self.add_module(name, make_norm(norm, layer.mixer.hidden_size, context.kernels, context.dtype))
         self.sum = Sum()
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"

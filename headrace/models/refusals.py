@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from headrace.errors import UserError
+from headrace.errors import UnsupportedModelError, UserError
 from headrace.model_config import Fields, text_part
 
 MAMBA = ": it has {} layers, for whose scan there are no kernels here"
@@ -63,30 +63,43 @@ class _Noted(dict[str, Any]):
 
 def nearest(raw: dict[str, Any], served: Mapping[str, Any]) -> str:
     """Return the end of a sentence that names the family of `served` (architecture -> its ModelEntry) which leaves
-    the fewest fields of a config.json unread, and those fields; empty if none can describe it."""
+    unread or refuses the fewest fields of a config.json, and those fields; empty if none can describe it."""
     fields = text_part(Fields(raw, "config.json"))
     own = "".join(map(str, raw.get("architectures") or ()))
-    found: list[tuple[int, float, str, list[str]]] = []
+    found: list[tuple[int, float, str, list[str], list[str]]] = []
     for name, entry in served.items():
-        unread = _unread(fields, entry)
-        if unread is not None:
+        strange = _strange(fields, entry)
+        if strange is not None:
+            unread, refused = strange
             alike = SequenceMatcher(None, own, name).ratio()
-            found.append((len(unread), -alike, name, unread))
+            found.append((len(unread) + len(refused), -alike, name, unread, refused))
     if not found:
         return ""
-    _, _, name, unread = min(found)
-    more = f" and {len(unread) - MOST_NAMED} more" if len(unread) > MOST_NAMED else ""
-    names = ", ".join(f"`{one}`" for one in unread[:MOST_NAMED]) + more
-    return f"; nearest is {name}" + (f", which knows nothing of {names}" if unread else ", whose fields it has")
+    _, _, name, unread, refused = min(found)
+    said = [f"knows nothing of {_names(unread)}"] if unread else []
+    said += [f"refuses the value of {_names(refused)}"] if refused else []
+    return f"; nearest is {name}, " + (f"which {' and '.join(said)}" if said else "whose fields it has")
 
 
-def _unread(fields: Fields, entry: Any) -> list[str] | None:
-    """Return the fields that the family does not read; None if it cannot describe the model."""
-    noted = _Noted({**entry.defaults, **fields.values})
-    try:
-        entry.describe(Fields(noted, fields.where))
-    except UserError:
-        return None
-    known = noted.asked | NO_MATTER
+def _names(fields: list[str]) -> str:
+    more = f" and {len(fields) - MOST_NAMED} more" if len(fields) > MOST_NAMED else ""
+    return ", ".join(f"`{one}`" for one in fields[:MOST_NAMED]) + more
+
+
+def _strange(fields: Fields, entry: Any) -> tuple[list[str], list[str]] | None:
+    """Return two things: the fields that the family does not read, and those whose values it refuses, without which it
+    can describe the model; None if it cannot."""
+    noted, refused = _Noted({**entry.defaults, **fields.values}), list[str]()
+    while True:
+        try:
+            entry.describe(Fields(noted, fields.where))
+            break
+        except UserError as error:
+            name = error.field.partition(".")[0] if isinstance(error, UnsupportedModelError) else ""
+            if name not in fields.values or name in refused:
+                return None
+            refused.append(name)
+            noted.pop(name)
+    known = noted.asked | NO_MATTER | {*refused}
     set_to = {name for name, value in fields.values.items() if value is not None and not name.endswith(ENDINGS)}
-    return sorted(set_to - known)
+    return sorted(set_to - known), sorted(refused)

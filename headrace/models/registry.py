@@ -19,7 +19,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, LayerSpec, Mixer, ModelSpec
 from headrace.models import dense_families as families
-from headrace.models import descriptions, expert_families, hybrid_families, latent_families
+from headrace.models import descriptions, expert_families, hybrid_families, latent_families, scaled_families, text_parts
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, read_pooling, read_sentences, runner_of
@@ -120,7 +120,7 @@ MISTRALS: dict[str, Describe] = {
     "mistral": MISTRAL,
     "ministral3": partial(descriptions.llama, windows=descriptions.raw_window, **PLAIN_BIASES),
 }
-MISTRAL3 = families.text_part_of({**MISTRALS, "mistral4": latent_families.mistral_large3})
+MISTRAL3 = text_parts.text_part_of({**MISTRALS, "mistral4": latent_families.mistral_large3})
 QWEN2: Describe = partial(descriptions.llama, windows=descriptions.upper_window, **QWEN2_BIASES)
 QWEN3: Describe = partial(descriptions.llama, windows=descriptions.upper_window, mlp_bias=False, qk_norm="head")
 INTERNVL: dict[str, Describe] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": descriptions.llama, **MISTRALS}
@@ -128,7 +128,7 @@ TIED = {"tie_word_embeddings": True}
 HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
 ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias", o_bias=True)
 
-GEMMA3_VISION = families.text_part_of({"gemma3_text": families.gemma3}, gemma3_vision)
+GEMMA3_VISION = text_parts.text_part_of({"gemma3_text": families.gemma3}, gemma3_vision)
 
 QWEN_EXPERTS = descriptions.qwen_experts_and_shared
 QWEN3_NEXT: Describe = partial(hybrid_families.qwen_hybrid, by_key_head=True, feed_forwards=QWEN_EXPERTS)
@@ -142,6 +142,9 @@ OF_DELTA = {
     "norm_topk_prob": True,
 }
 
+GRANITE_MOE_SWA: Describe = partial(scaled_families.granite_swa, sparse=True)
+EXAONE_MOE = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5}
+COHERE_MOE = {**TIED, "head_dim": 128}
 OF_LLAMA4 = {PER_TOKEN: 1, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 LLAMA4 = (expert_families.llama4, *LLAMA, (KV_HEADS, "head_dim"), OF_LLAMA4, expert_families.CHUNKS)
 INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -179,14 +182,14 @@ MODELS = (
     ModelEntry("Mistral3ForConditionalGeneration", MISTRAL3, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2_5_VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
-    ModelEntry("Qwen3VLForConditionalGeneration", families.qwen3_vl, *LLAMA, (KV_HEADS, "head_dim")),
-    ModelEntry("InternVLForConditionalGeneration", families.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
+    ModelEntry("Qwen3VLForConditionalGeneration", text_parts.qwen3_vl, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("InternVLForConditionalGeneration", text_parts.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
     ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
     ModelEntry("Cohere2ForCausalLM", families.cohere2, *LLAMA, defaults=TIED),
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Glm4ForCausalLM", families.glm4, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Phi3ForCausalLM", families.phi3, *LLAMA),
-    ModelEntry("GraniteForCausalLM", families.granite, *LLAMA),
+    ModelEntry("GraniteForCausalLM", scaled_families.granite, *LLAMA),
     ModelEntry("OlmoForCausalLM", families.olmo, *LLAMA),
     ModelEntry("Olmo2ForCausalLM", families.olmo2, *LLAMA),
     ModelEntry("Olmo3ForCausalLM", families.olmo3, *LLAMA),
@@ -210,17 +213,39 @@ MODELS = (
         "Dots1ForCausalLM", expert_families.dots1, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH), {"norm_topk_prob": False}
     ),
     ModelEntry("Ernie4_5_MoeForCausalLM", expert_families.ernie_moe, *LLAMA, (KV_HEADS,), TIED),
-    ModelEntry("GraniteMoeForCausalLM", expert_families.granite_moe, *LLAMA, (KV_HEADS,)),
-    ModelEntry("GraniteMoeSharedForCausalLM", expert_families.granite_moe, *LLAMA, (KV_HEADS,)),
+    ModelEntry("GraniteMoeForCausalLM", scaled_families.granite_moe, *LLAMA, (KV_HEADS,)),
+    ModelEntry("GraniteMoeSharedForCausalLM", scaled_families.granite_moe, *LLAMA, (KV_HEADS,)),
     ModelEntry(
-        "GraniteMoeHybridForCausalLM", expert_families.granite_hybrid, *LLAMA, (KV_HEADS,),
+        "GraniteMoeHybridForCausalLM", scaled_families.granite_hybrid, *LLAMA, (KV_HEADS,),
         layer_kinds=("attention", "full_attention"),
     ),
     ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
     ModelEntry(
-        "Qwen3VLMoeForConditionalGeneration", expert_families.qwen3_vl_moe, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
+        "Qwen3VLMoeForConditionalGeneration", text_parts.qwen3_vl_moe, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),
         {"norm_topk_prob": True},
     ),
+    _llama(
+        "CwmForCausalLM", KV_HEADS, "head_dim", windows=families.cwm_window, qkv_bias=False, o_bias=False, theta=1e6,
+    ),
+    ModelEntry("VaultGemmaForCausalLM", families.vaultgemma, *LLAMA, defaults=families.GEMMA_DEFAULTS),
+    ModelEntry("Jais2ForCausalLM", families.jais2, *LLAMA, (KV_HEADS,), {"hidden_act": "relu2"}),
+    ModelEntry("HunYuanDenseV1ForCausalLM", families.hunyuan, *LLAMA),
+    ModelEntry("HunYuanMoEV1ForCausalLM", expert_families.hunyuan_moe, *LLAMA, ("num_experts", "moe_topk")),
+    ModelEntry("HYV3ForCausalLM", expert_families.hunyuan3, *LLAMA, (KV_HEADS, "num_experts", PER_TOKEN)),
+    ModelEntry(
+        "SolarOpenForCausalLM", partial(expert_families.glm4_moe, share=1.0, dense_layers=0), *LLAMA,
+        (KV_HEADS, "head_dim", PER_TOKEN),
+    ),
+    ModelEntry("ExaoneMoeForCausalLM", expert_families.exaone_moe, *LLAMA, (KV_HEADS, PER_TOKEN), EXAONE_MOE),
+    ModelEntry("MellumForCausalLM", expert_families.mellum, *LLAMA, (KV_HEADS, "head_dim", PER_TOKEN)),
+    ModelEntry("Cohere2MoeForCausalLM", expert_families.cohere2_moe, *LLAMA, (PER_TOKEN,), COHERE_MOE),
+    ModelEntry("FlexOlmoForCausalLM", expert_families.flex_olmo, *LLAMA, (PER_TOKEN,)),
+    ModelEntry("GraniteSWAForCausalLM", scaled_families.granite_swa, *LLAMA, (KV_HEADS,), TIED),
+    ModelEntry("GraniteMoeSWAForCausalLM", GRANITE_MOE_SWA, *LLAMA, (KV_HEADS, PER_TOKEN)),
+    ModelEntry("HyperCLOVAXForCausalLM", scaled_families.hyperclovax, *LLAMA),
+    ModelEntry("MiniCPMForCausalLM", scaled_families.minicpm, *LLAMA),
+    ModelEntry("MiniCPM3ForCausalLM", scaled_families.minicpm3, *LLAMA),
+    ModelEntry("AXK1ForCausalLM", latent_families.axk1, *LLAMA, (PER_TOKEN,), {"n_group": 8, "topk_group": 4}),
     ModelEntry("Llama4ForCausalLM", *LLAMA4),
     ModelEntry("Llama4ForConditionalGeneration", *LLAMA4),
     ModelEntry("DeepseekV2ForCausalLM", latent_families.deepseek_v2, *LLAMA, (PER_TOKEN,)),

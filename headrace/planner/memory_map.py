@@ -151,7 +151,8 @@ def memory_map(
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
     if engine == "headrace":
-        tables += _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's
+        positions = min(longest + decode_len, shape.spec.max_position_embeddings)
+        tables += _beside_rows(deployment, graph_mode, positions) + 2 * layout.page_bytes  # one page, and padding's
     step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * decode_len, samples=True)
     graphs = 0
     if engine == "vllm" and not on_cpu:
@@ -218,8 +219,8 @@ def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}}
 
 
-def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
-    """Bytes of headrace's tables beside rows: cosines and sines of every position in fp32, cuBLAS's workspace, where a
+def _beside_rows(deployment: Deployment, graph_mode: str, positions: int) -> int:
+    """Bytes of headrace's tables beside rows: cosines and sines of the positions in fp32, cuBLAS's workspace, where a
     prompt's share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py), and where
     latents are projected to (kernels/latent_prompt.py).
 
@@ -228,7 +229,7 @@ def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
     """
     shape, chip = deployment.shape, deployment.chip
     mixers = [group.mixer for group in shape.groups]
-    angles = 4 * shape.spec.max_position_embeddings * sum(turns.numbers for turns in shape.spec.turns)
+    angles = 4 * positions * sum(turns.numbers for turns in shape.spec.turns)
     streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
     unpacks = any(
         mixer.kind != "mla" and mixer.window is None and mixer.head_dim in COPY_ENGINE_PREFILL for mixer in mixers

@@ -254,6 +254,7 @@ def _new_tokens(subject: Subject, layer: Attention) -> NewTokens:
         "norms": layer.head_weights(),
         "eps": layer.eps,
         "interleaved": layer.spec.interleaved,
+        "q_weight": layer.q_weight,
     }
     made = new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, subject.positions, cache, **of_layer)
     return replace(made, temperature=subject.temperature(layer, len(made.q)))

@@ -94,11 +94,12 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     scale, other = cache_scale(subject), cache.clone()
     assert layer.decode is not None
     out = layer.decode(
-        q, k, v, angles, cache, metadata, spec, *norms, layer.eps, scale, temperature=temperature, **sinks
-    )
+        q, k, v, angles, cache, metadata, spec, *norms, layer.eps, scale, temperature=temperature,
+        q_weight=layer.q_weight, **sinks,
+    )  # fmt: skip
     expected = decode_attention_reference(
         q, k, v, table, other, metadata.sequences(-1), spec.scale, spec.sliding_window, *norms, layer.eps, scale,
-        sinks.get("sinks"), spec.chunked, spec.soft_cap, spec.interleaved, temperature,
+        sinks.get("sinks"), spec.chunked, spec.soft_cap, spec.interleaved, temperature, layer.q_weight,
     )  # fmt: skip
     slots = metadata.slot_mappings[-1]
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))

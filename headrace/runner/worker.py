@@ -24,6 +24,7 @@ from headrace.errors import OutOfMemoryError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
+from headrace.layers.rotary import Rotary
 from headrace.model_config import ModelConfig
 from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
@@ -129,7 +130,7 @@ class Worker:
         self.kernels = with_switches(select_kernels(self.device.type))
         context = LayerContext(
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
-            self.shape.layout.group_of,
+            _positions(config), self.shape.layout.group_of,
         )  # fmt: skip
         own = len(described.layers)
         self.model = load_model(
@@ -153,7 +154,10 @@ class Worker:
             check.run(kernel_checks(one))
             check.run(layer_checks(one))
         if kv_dtype.itemsize == 1:
-            calibration = Calibration(self.model, model_config, self.shape, self.dtype, self.mesh.tp, self.device)
+            shortened = replace(
+                model_config, max_position_embeddings=min(model_config.max_position_embeddings, _positions(config))
+            )
+            calibration = Calibration(self.model, shortened, self.shape, self.dtype, self.mesh.tp, self.device)
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
             self.notes.append(self.kv_scales.note)
             fill_missing_scales(self.draft)
@@ -171,6 +175,10 @@ class Worker:
         does not fit, the facts have a `shortfall`, and nothing can run before the next call."""
         self.config = config
         self.runner = None
+        for part in (self.model, self.draft):
+            for layer in () if part is None else part.modules():
+                if isinstance(layer, Rotary):
+                    layer.keep(_positions(config))
         self.memory.empty_cache()
         try:
             self._build_runner()
@@ -371,3 +379,10 @@ class Worker:
         self.mesh.close()
         with contextlib.suppress(RuntimeError):  # a broken GPU context is freed with this process
             self.memory.empty_cache()
+
+
+def _positions(config: EngineConfig) -> int:
+    """Return how many positions a token can have, in guesses behind the longest sequence and in steps that are checked
+    at load too."""
+    assert config.max_model_len is not None
+    return max(config.max_model_len + config.decode_len, scratch_limits(1).max_model_len)

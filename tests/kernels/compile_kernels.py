@@ -145,7 +145,7 @@ def compile_soft_caps(family):
         config, splits = plan_decode(64, *sizes, window)
         decode.decode_attention(
             q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits, window, grown, grown, 1e-6, None, None,
-            None, False, 50.0, True, grown,
+            None, False, 50.0, True, grown, grown,
         )  # fmt: skip
         report(f"soft cap decode window {window}", decode._decode_kernel, known)
         for decodes in (0, 64):
@@ -359,7 +359,7 @@ def compile_rest():
     for weight in (None, x[0, :128]):
         rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
     grown = torch.zeros(16)
-    rotary.rotary_and_cache(q, k, v, angles[:, :64], wide, cache, wide, grown, grown, 1e-6, None, True, grown)
+    rotary.rotary_and_cache(q, k, v, angles[:, :64], wide, cache, wide, grown, grown, 1e-6, None, True, grown, grown)
     qkv = torch.zeros(16, 48, 128, dtype=torch.bfloat16)
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, True)
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, False, qk_norm.qk_squares(qkv, (32, 8)))

@@ -114,6 +114,11 @@ def test_a_refusal_names_the_nearest_family_and_what_it_does_not_know() -> None:
     said = "nearest is Qwen3MoeForCausalLM, which knows nothing of `expert_gate`, `twists`; served"
     with pytest.raises(UnsupportedModelError, match=said):
         resolve(ModelConfig.from_dict(like_qwen))
+    said = (
+        "nearest is Qwen3MoeForCausalLM, which knows nothing of `twists` and refuses the value of `hidden_act`; served"
+    )
+    with pytest.raises(UnsupportedModelError, match=said):
+        resolve(ModelConfig.from_dict({**like_qwen, "expert_gate": None, "hidden_act": "twisted"}))
     with pytest.raises(UnsupportedModelError, match="'FalconH1ForCausalLM' is not served yet: it has Mamba-2 layers"):
         resolve(config(architectures=["FalconH1ForCausalLM"]))
     with pytest.raises(UnsupportedModelError, match="'JambaForCausalLM' is not served yet: it has Mamba layers"):

@@ -120,6 +120,19 @@ GRANITE = ODD | {
     "logits_scaling": 3.0,
     "rms_norm_eps": 1e-2,
 }
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 900.0, "alpha": 50.0, "factor": 1.0}
+COHERE_MOE = ODD | {
+    "num_hidden_layers": 5,
+    "head_dim": 24,
+    "num_key_value_heads": 1,
+    "sliding_window": 9,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "prefix_dense_intermediate_size": 40,
+    "logit_scale": 0.3,
+}
 LLAMA4 = ODD | {
     "num_hidden_layers": 4,
     "intermediate_size": 80,
@@ -450,11 +463,82 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "YoutuForCausalLM": {"dense": LATENT | {"tie_word_embeddings": True}},
     "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
+    "CwmForCausalLM": {
+        "windows": ODD
+        | {"head_dim": 24, "num_key_value_heads": 1, "sliding_window": 9, "rope_parameters": LLAMA3_ROPE},
+    },
+    "VaultGemmaForCausalLM": {
+        "caps": ODD
+        | {"head_dim": 24, "sliding_window": 9, "query_pre_attn_scalar": 17}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    },
+    "Jais2ForCausalLM": {"biased": ODD | {"head_dim": 24, "num_key_value_heads": 1}},
+    "HunYuanDenseV1ForCausalLM": {
+        "alpha": ODD
+        | {"head_dim": 24, "num_key_value_heads": 1, "attention_bias": True, "rope_parameters": ALPHA_ROPE},
+        "plain": ODD | {"head_dim": 16},
+    },
+    "HunYuanMoEV1ForCausalLM": {
+        "alpha": ODD | {"head_dim": 24, "num_experts": 7, "moe_topk": 3, "rope_parameters": ALPHA_ROPE},
+        "each-layer": ODD | {"head_dim": 16, "num_experts": 5, "moe_topk": [1, 3, 2]},
+    },
+    "HYV3ForCausalLM": {
+        "biases": ODD
+        | {"head_dim": 24, "num_key_value_heads": 1, "num_shared_experts": 2, "attention_bias": True}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    },
+    "SolarOpenForCausalLM": {
+        "groups": LATENT
+        | {"head_dim": 24, "num_key_value_heads": 1, "attention_bias": True}
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
+    },
+    "ExaoneMoeForCausalLM": {
+        "windows": ODD
+        | {"num_hidden_layers": 4, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 9}
+        | {"sliding_window_pattern": 3, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    },
+    "MellumForCausalLM": {
+        "two-ropes": ODD
+        | {"head_dim": 24, "num_key_value_heads": 1, "sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": OLMO3_ROPE}
+        | {"num_local_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    },
+    "Cohere2MoeForCausalLM": {
+        "average": COHERE_MOE | {"num_shared_experts": 2},
+        "sum": COHERE_MOE
+        | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"}
+        | {"rms_norm_eps": 1e-5, "attention_bias": True},
+    },
+    "FlexOlmoForCausalLM": {
+        "wide-norms": ODD | {"num_experts": 7, "num_experts_per_tok": 3, "num_key_value_heads": 1, "pad_token_id": 0},
+    },
+    "GraniteSWAForCausalLM": {
+        "sinks": GRANITE | {"sliding_window": 9, "layer_rope_theta": [900.0, 0, 300.0], "tie_word_embeddings": True},
+    },
+    "GraniteMoeSWAForCausalLM": {
+        "sinks": GRANITE | {"sliding_window": 9, "num_local_experts": 7, "num_experts_per_tok": 3},
+        "shared": GRANITE | {"sliding_window": 9, "num_local_experts": 5, "shared_intermediate_size": 48},
+    },
+    "HyperCLOVAXForCausalLM": {
+        "post-norms": GRANITE | {"head_dim": 24, "num_key_value_heads": 1, "logits_scaling": 0.3},
+        "plain": GRANITE | {"use_post_norm": False},
+    },
+    "MiniCPMForCausalLM": {"multipliers": GRANITE | {"attention_multiplier": 0.25}},
+    "MiniCPM3ForCausalLM": {
+        "multipliers": LATENT | {"scale_emb": 6, "scale_depth": 0.5, "dim_model_base": 24, "rms_norm_eps": 1e-2},
+    },
+    "AXK1ForCausalLM": {
+        "norms-behind": LATENT
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4}
+        | {"rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    },
 }
 
 REFERENCES = {
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
+    "MiniCPMForCausalLM": "GraniteForCausalLM",
 }
 """architecture that transformers has not, or not under the names of its checkpoint -> one that computes the same"""
 KIMI_VISION = {"vt_num_hidden_layers": 1, "vt_hidden_size": 16, "vt_intermediate_size": 16, "mm_hidden_size": 16} | {
@@ -469,7 +553,9 @@ ALIKE = {
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
     "InternVLForConditionalGeneration", "OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-    "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM",
+    "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM", "CwmForCausalLM",
+    "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
+    "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM",
 }  # fmt: skip
 """Families all of whose layers' parts others have too: what is the parts' own (two ranks) is tested of those, and of
 these in `make test-all`. A family that is not named here is tested in every way."""
@@ -524,6 +610,9 @@ def _as_published(folder: Path, architecture: str) -> None:
     file = folder / "model.safetensors"
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(file)
     config["architectures"] = [architecture]
+    if (residual := config.pop("residual_multiplier", None)) is not None:
+        config["scale_emb"], config["scale_depth"] = config.pop("embedding_multiplier"), residual * 3**0.5
+        config["dim_model_base"] = 64 / config.pop("logits_scaling")
     if (rope := config["rope_parameters"]).get("llama_4_scaling_beta"):
         original = rope["original_max_position_embeddings"]
         config["llama_4_scaling"] = {

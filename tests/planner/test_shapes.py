@@ -42,6 +42,7 @@ FIELDS: dict[str, Any] = {
     "intermediate_size_mlp": 96,
     "moe_num_experts": 4,
     "moe_k": 2,
+    "moe_topk": 2,
     "moe_layer_start_index": 0,
     "shared_expert_intermediate_size": 48,
     "n_routed_experts": 4,
@@ -63,11 +64,14 @@ FIELDS: dict[str, Any] = {
 }
 EXPERTS = (
     "Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4",
-    "Llama4", "Dots1",
+    "Llama4", "Dots1", "HYV3", "SolarOpen", "Mellum", "FlexOlmo", "AXK1", "HunYuanMoE",
 )  # fmt: skip
 """how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""
-OWN: dict[str, dict[str, Any]] = {"GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3}}
+OWN: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3},
+    "AXK1ForCausalLM": {"n_group": 1, "topk_group": 1},
+}
 """fields that no other family has so"""
 
 

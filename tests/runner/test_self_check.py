@@ -195,6 +195,7 @@ class BrokenDecode(TorchSdpa):
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
         temperature: Tensor | None = None,
+        q_weight: Tensor | None = None,
     ) -> Tensor:
         arguments = metadata.sequences(spec.group), spec.scale, spec.sliding_window
         found = decode_attention_reference(q, k, v, cos_sin, kv_cache, *arguments, q_norm, k_norm, eps, kv_scale)

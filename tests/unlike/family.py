@@ -116,9 +116,9 @@ class GatedState(Layer):
 class Block(Layer):
     def __init__(self, config: ModelConfig, layer: of.LayerSpec, index: int, context: LayerContext) -> None:
         super().__init__()
-        for name in layer.norms.names:
+        for name in layer.norms.named:
             self.add_module(name, RMSNorm(config.hidden_size, EPS, context.kernels, context.dtype))
-        self.num_norms = len(layer.norms.names)
+        self.num_norms = len(layer.norms.named)
         mixer, spec, block = layer.mixer, context.specs[index], layer.feed_forward
         if isinstance(mixer, of.RecurrentState):
             self.self_attn: Layer = GatedState(mixer, context, index)

@@ -87,7 +87,8 @@ def run(
     dtype, heads, rotary_dim, norm, window, splits, early_keys, chunked=False, sinks=False, soft_cap=None,
     interleaved=False,
 ):  # fmt: skip
-    """`rotary_dim` 0: nothing is rotated. `interleaved`: queries grow too, and the weights of norms are in float32."""
+    """`rotary_dim` 0: nothing is rotated. `interleaved`: queries grow and are weighted too, and weights of norms are
+    in float32."""
     num_heads, kv_heads, head_dim = heads
     cache, sequences = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (
@@ -101,6 +102,7 @@ def run(
         "soft_cap": soft_cap,
         "interleaved": interleaved,
         "temperature": torch.rand(len(LENGTHS)) + 1 if interleaved else None,
+        "q_weight": torch.rand(head_dim) + 0.5 if interleaved else None,
     }
     norms = [torch.randn(head_dim).to(torch.float32 if interleaved else dtype) if norm else None for _ in range(2)]
     scale = head_dim**-0.5

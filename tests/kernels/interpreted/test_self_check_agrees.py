@@ -118,7 +118,7 @@ def test_a_wrong_one_is_found() -> None:
 
 
 UNLIKE: tuple[dict[str, Any], ...] = (
-    {"window": 24, "sinks": True},
+    {"window": 24, "sinks": True, "qk_norm": "head", "norm_last": True},
     {"sinks": True},
     {"window": 40, "chunked": True, "rope": None},
     {"rope": Rope(interleaved=True, share=0.5), "soft_cap": 1.5, "temperature": Temperature(0.3, 8)},
@@ -177,6 +177,7 @@ def changed(**changes: Any) -> Any:
         changed(soft_cap=lambda cap: 2 * cap),
         changed(interleaved=lambda _: False),
         changed(temperature=lambda factors: None),
+        changed(q_weight=lambda weight: None),
     ],
 )
 def test_so_is_a_fused_decode_that_does_not_know_them(
