@@ -277,9 +277,17 @@ def test_one_call_where_parallel_calls_are_off(http: httpx.Client, servers: Scri
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "structured_outputs", "guided_json", "json_object"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "json_schema",
+        "json_object",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("structured_outputs", "guided_json")),
+    ],
+)
 def test_schema(http: httpx.Client, scripted: Scripted, stream: bool, kind: str) -> None:
-    """The grammar begins where the thought ends, in every family's way."""
+    """The grammar begins where the thought ends, in every family's way. Other spellings become the same grammar:
+    tests/server/test_constraints.py."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     asked: dict[str, Any] = {
         "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},

@@ -367,7 +367,7 @@ SPREADS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     SHAPES,
     st.sampled_from([CHIPS[name] for name in CHIPS if name != "cpu"]),

@@ -182,15 +182,30 @@ def test_what_a_masked_step_has_computed_is_freed_before_it_is_computed_again(
     assert handle.result().short_of_memory
 
 
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True
+}  # fmt: skip
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    outputs = llm.generate([[5, 6, 7] * 20, [9, 8], [4] * 30], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What is answered with memory for all; the rank names its backend as guides look for it."""
+    with LLM("demo", **SETTINGS) as llm:
+        assert llm._core.facts.workers[0].notes[0].startswith("Using TORCH_SDPA backend: ")
+        return answers(llm)
+
+
 @pytest.mark.parametrize("plant", ["weights", "step", "cache", "serving", "everything that serves"])
 def test_the_whole_engine_with_memory_that_ends(
-    plant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plant: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Real model, scheduler and core: the same tokens whatever did not fit, and a line that says so."""
-    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "device": "cpu"}
-    prompts, params = [[5, 6, 7] * 20, [9, 8], [4] * 30], SamplingParams(max_tokens=12, temperature=0.0)
-    with LLM("demo", skip_tokenizer_init=True, **settings) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     failures = []
 
     def planted(name: str, function: Any, when: Any) -> Any:
@@ -205,7 +220,7 @@ def test_the_whole_engine_with_memory_that_ends(
     if plant == "weights":
         monkeypatch.setattr(worker_module, "load_model", fail)
         with pytest.raises(OutOfMemoryError, match="the weights do not fit on cpu"):
-            LLM("demo", skip_tokenizer_init=True, **settings)
+            LLM("demo", **SETTINGS)
         return
     if plant == "step":
         big = planted(plant, ModelRunner, lambda *a: a[3].max_num_batched_tokens > 20)
@@ -216,20 +231,12 @@ def test_the_whole_engine_with_memory_that_ends(
     if plant == "serving":
         once = planted(plant, LlamaForCausalLM.forward, lambda *a: len(a[1]) > 20)
         monkeypatch.setattr(LlamaForCausalLM, "forward", once)
-    with LLM("demo", skip_tokenizer_init=True, **settings) as llm:
+    with LLM("demo", **SETTINGS) as llm:
         if plant == "everything that serves":
             monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
             with pytest.raises(headrace.errors.HeadraceError, match="no memory for a step of one token"):
-                llm.generate(prompts, params, use_tqdm=False)
+                answers(llm)
             monkeypatch.undo()
-        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    assert found == expected
+        assert answers(llm) == expected
     assert SAID in caplog.text
     assert bool(failures) == (plant != "everything that serves")
-
-
-def test_a_rank_names_its_backend_as_guides_look_for_it() -> None:
-    """`grep -i 'using.*backend'`"""
-    with LLM("demo", max_model_len=64) as llm:
-        notes = llm._core.facts.workers[0].notes
-    assert notes[0].startswith("Using TORCH_SDPA backend: ")

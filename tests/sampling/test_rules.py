@@ -26,16 +26,6 @@ def banned(bench: Bench, row: int) -> list[int]:
     return [token for token, value in enumerate(result.tolist()) if value == -math.inf]
 
 
-def test_min_tokens_forbids_stop_ids_until_enough_are_out() -> None:
-    bench = Bench(vocab_size=8)
-    bench.add({0: Case(SamplingParams(min_tokens=2), [1, 2, 3], [], stop_token_ids=[4, 6, 4, 900])})
-    assert banned(bench, 0) == [4, 6]
-    bench.append([0], [1])
-    assert banned(bench, 0) == [4, 6]
-    bench.append([0], [1])
-    assert banned(bench, 0) == []
-
-
 def test_bad_words_forbid_the_last_token_after_their_prefix() -> None:
     bench = Bench(vocab_size=16)
     words = [[9], [1, 2, 3], [2, 5], [7, 1, 2, 6], [1, 2, 900], [900, 2, 8], [1, 1, 11]]

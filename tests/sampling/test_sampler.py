@@ -76,7 +76,7 @@ def alone_and_among(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_request_gives_the_same_token_alone_and_among_31_others(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(7)
-    for attempt in range(40):
+    for attempt in range(16):
         case = random_case(rng, 50)
         if attempt % 4 == 0:  # a request that asks for nothing, whose neighbours ask for everything
             case = replace(case, params=GREEDY if attempt % 8 else SamplingParams(), bad_words=[], stop_token_ids=[])

@@ -395,7 +395,7 @@ MODELS = ["m", LLAMA, QUARK, "deepseek-ai/DeepSeek-V3.2", "openai/gpt-oss-120b",
           "google/gemma-3-27b-it"]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(["serve", "bench latency", "bench throughput", "bench serve", "quantize"]),
     st.sampled_from(MODELS),
