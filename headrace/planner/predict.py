@@ -38,8 +38,6 @@ class Workload:
     """requests in all; None: enough to see the steady state"""
     request_rate: float | None = None
     """requests/s"""
-    cached_share: float = 0.0
-    """share of each prompt that the prefix cache already holds"""
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "concurrency", "num_prompts"):
@@ -48,13 +46,6 @@ class Workload:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.request_rate is not None and self.request_rate <= 0:
             raise ConfigError(f"request_rate must be above 0, got {self.request_rate}")
-        if not 0 <= self.cached_share <= 1:
-            raise ConfigError(f"cached_share must be between 0 and 1, got {self.cached_share}")
-
-    @property
-    def fresh_len(self) -> float:
-        """Tokens of a prompt that are computed: at least the last."""
-        return max(1.0, self.input_len * (1 - self.cached_share))
 
 
 @dataclass(frozen=True)
@@ -121,13 +112,12 @@ class _Rank:
     def step(self, decodes: float, prefill: float = 0.0, prompts: float = 0.0, context: float | None = None) -> float:
         """Seconds of a step with so many decodes and prompt tokens."""
         count = max(1, round(prompts)) if prefill else 0
-        seen = self.load.input_len - self.load.fresh_len / 2
-        work = StepWork(decodes, context or self.context, prefill, seen, count)
+        work = StepWork(decodes, context or self.context, prefill, self.load.input_len / 2, count)
         return self.model.seconds(work.times(self.ranks))
 
     def prefill(self, prompts: float, decodes: float = 0.0) -> float:
         """Seconds that `prompts` prompts take, in as few steps as the budget allows, beside `decodes` decodes."""
-        tokens = prompts * self.load.fresh_len
+        tokens = prompts * self.load.input_len
         steps = max(1, -(-int(tokens) // self.budget))
         return steps * self.step(decodes, tokens / steps, max(1.0, prompts / steps))
 
@@ -198,10 +188,9 @@ def _closed(rank: _Rank, clients: float) -> _Timing:
     Requests that end together start together, as many as a step takes. After its own prompt a request has as many steps
     as its answer has tokens left, of which some hold the others' prompts; where those are more, it waits for its turn.
     """
-    fresh_len = rank.load.fresh_len
     running = float(min(clients, rank.most_running))
-    together = min(running, max(1.0, rank.budget / fresh_len))
-    chunks = max(1.0, fresh_len / rank.budget)
+    together = min(running, max(1.0, rank.budget / rank.load.input_len))
+    chunks = max(1.0, rank.load.input_len / rank.budget)
     first = rank.prefill(together, running - together)
     mixed, decodes = first / chunks, rank.load.output_len - 1
     others = (running / together - 1) * chunks
@@ -261,7 +250,7 @@ def _outgrowing(rank: _Rank, count: float, started: float) -> _Timing:
     left = max(0.0, count * output_len - tokens)
     context = input_len + 0.75 * output_len
     later = max(1.0, min(count - ended, kv_tokens / context))
-    again = preempted * (input_len + progress) + (count - started) * rank.load.fresh_len
+    again = preempted * (input_len + progress) + (count - started) * rank.load.input_len
     refilling = again / rank.budget * rank.step(0.0, rank.budget, rank.budget / (input_len + progress))
     rest = left / later * rank.step(later, context=context) + refilling
     total = seconds + rest
@@ -287,7 +276,7 @@ def _open(rank: _Rank, rate: float) -> _Timing:
     running = fewest
     for _ in range(30):
         plain, loaded = rank.step(running), rank.prefill(1, running)
-        steps = max(1.0, load.fresh_len / rank.budget)
+        steps = max(1.0, load.input_len / rank.budget)
         # Of a second, prompts take `served * loaded`; what is left goes to steps that only decode.
         between = plain / max(0.05, 1 - served * max(0.0, loaded - steps * plain))
         arriving = min(max(fewest, served * load.output_len * between), float(rank.most_running))

@@ -12,7 +12,8 @@ import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from headrace.cache_groups import same_layout
@@ -34,15 +35,6 @@ MOST_BLOCKS = 512
 """Blocks of a request in a simulation, where the cache holds several: longer requests get larger blocks, which rounds
 their memory by a few thousandths and saves most of the time that their blocks take."""
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
-
-
-class Arrival(NamedTuple):
-    """Describes one request of a trace."""
-
-    time: float
-    """seconds"""
-    input_len: int
-    output_len: int
 
 
 class Segment(NamedTuple):
@@ -107,34 +99,25 @@ class TooLongError(HeadraceError):
 
 def simulate(
     deployment: Deployment,
-    load: Workload | Sequence[Arrival],
+    load: Workload,
     limits: Limits,
     *,
     full: bool = False,
-    seed: int = 0,
     model: StepModel | None = None,
     patience: float = math.inf,
 ) -> Simulation:
-    """Run a workload, or a trace in order of its times, to its end.
+    """Run a workload to its end.
 
     `full`: run every step instead of jumping over those in which nothing changes. `patience`: how many requests may be
-    gone through, summed over steps; each takes some 2 us. Raises ConfigError where a request fits no cache or the trace
-    is empty, TooLongError at the end of patience.
+    gone through, summed over steps; each takes some 2 us. Raises ConfigError where a request fits no cache,
+    TooLongError at the end of patience.
     """
-    clients, fresh = 0, 1.0
-    if isinstance(load, Workload):
-        arrivals, clients = _arrivals(load, deployment.parallel.dp, seed)
-        fresh = load.fresh_len / load.input_len
-    else:
-        arrivals = [Arrival(*entry) for entry in load][:: deployment.parallel.dp]
-    if not arrivals:
-        raise ConfigError("a simulation needs at least one request")
-    longest = max(arrival.input_len + arrival.output_len for arrival in arrivals)
+    longest = load.input_len + load.output_len
     needed = -(-longest // limits.block_size) * limits.block_size
     if needed > limits.kv_tokens:
         raise ConfigError(f"kv_tokens must be at least {needed} for the longest request, got {limits.kv_tokens}")
     model = model or step_model(deployment)
-    return _Run(model, _scheduler(model.deployment, limits, longest), arrivals, clients, fresh, full, patience).result()
+    return _Run(model, _scheduler(model.deployment, limits, longest), load, full, patience).result()
 
 
 def recost(model: StepModel, segments: Sequence[Segment]) -> float:
@@ -143,20 +126,16 @@ def recost(model: StepModel, segments: Sequence[Segment]) -> float:
     return sum(steps * model.seconds(work.times(ranks)) for work, steps in segments)
 
 
-def _arrivals(load: Workload, ranks: int, seed: int) -> tuple[list[Arrival], int]:
-    """One rank's requests, and how many of them start at once because each client sends one (0: all come by the clock).
-    The others wait until a client is free."""
+def _arrivals(load: Workload, ranks: int) -> tuple[list[float], int]:
+    """When one rank's requests arrive, and how many of them start at once because each client sends one (0: all come by
+    the clock). The others wait until a client is free."""
     if load.request_rate is not None:
         rate = load.request_rate / ranks
         count = load.num_prompts or max(100, int(load.request_rate * OPEN_SECONDS))
-        generator, now, arrivals = random.Random(seed), 0.0, []
-        for _ in range(max(1, -(-count // ranks))):
-            arrivals.append(Arrival(now, load.input_len, load.output_len))
-            now += generator.expovariate(rate)
-        return arrivals, 0
+        draw, here = random.Random(0), max(1, -(-count // ranks))
+        return [0.0, *accumulate(draw.expovariate(rate) for _ in range(here - 1))], 0
     count = load.num_prompts or CLOSED_ROUNDS * load.concurrency
-    clients = max(1, -(-load.concurrency // ranks))
-    return [Arrival(0.0, load.input_len, load.output_len)] * max(1, -(-count // ranks)), clients
+    return [0.0] * max(1, -(-count // ranks)), max(1, -(-load.concurrency // ranks))
 
 
 def _scheduler(deployment: Deployment, limits: Limits, longest: int) -> Scheduler:
@@ -183,18 +162,9 @@ def _scheduler(deployment: Deployment, limits: Limits, longest: int) -> Schedule
 class _Run:
     """A simulation under way: the scheduler, the clock, and what was observed so far."""
 
-    def __init__(
-        self,
-        model: StepModel,
-        scheduler: Scheduler,
-        arrivals: list[Arrival],
-        clients: int,
-        fresh: float,
-        full: bool,
-        patience: float,
-    ) -> None:
-        self.model, self.scheduler, self.arrivals = model, scheduler, arrivals
-        self.ranks, self.fresh, self.full, self.patience = model.deployment.parallel.dp, fresh, full, patience
+    def __init__(self, model: StepModel, scheduler: Scheduler, load: Workload, full: bool, patience: float) -> None:
+        self.model, self.scheduler, self.load, self.full, self.patience = model, scheduler, load, full, patience
+        self.ranks = model.deployment.parallel.dp
         self.now = 0.0
         self.arrived: dict[str, float] = {}
         # Requests whose next token is their first, or the first after a preemption: since when they wait for it, and
@@ -206,9 +176,11 @@ class _Run:
         self.e2e: list[tuple[float, float]] = []
         self.segments: list[Segment] = []
         self.max_running = self.num_preemptions = 0
-        self._prompts: dict[int, list[int]] = {}
-        # Requests that come by the clock, and those that wait until a client is free: the first of them stands last.
-        requests = [(arrival.time, number, arrival) for number, arrival in enumerate(arrivals)]
+        self._prompt = [0] * load.input_len
+        times, clients = _arrivals(load, self.ranks)
+        # (time, number): requests that come by the clock, and those that wait until a client is free, the first last.
+        requests = [(time, number) for number, time in enumerate(times)]
+        self.count = len(requests)
         self._coming = requests[: clients or None]
         self._later = requests[: clients - 1 : -1] if clients else []
         heapq.heapify(self._coming)
@@ -226,16 +198,16 @@ class _Run:
                 self._jump()
         outside = self.model.efficiency.request
         seconds = max(self.now, 1e-9)
-        tokens_in = sum(arrival.input_len for arrival in self.arrivals)
-        tokens_out = sum(arrival.output_len for arrival in self.arrivals)
+        num_requests = self.count * self.ranks
+        made = num_requests * self.load.output_len / seconds
         return Simulation(
             seconds=seconds,
-            output_tok_s=tokens_out * self.ranks / seconds,
-            total_tok_s=(tokens_in + tokens_out) * self.ranks / seconds,
+            output_tok_s=made,
+            total_tok_s=num_requests * self.load.input_len / seconds + made,
             ttft=Percentiles.of([(value + outside, weight) for value, weight in self.ttft]),
             itl=Percentiles.of(self.gaps),
             e2e=Percentiles.of([(value + outside, weight) for value, weight in self.e2e]),
-            num_requests=len(self.arrivals) * self.ranks,
+            num_requests=num_requests,
             num_steps=sum(segment.steps for segment in self.segments),
             num_preemptions=self.num_preemptions,
             max_running=self.max_running * self.ranks,
@@ -245,16 +217,16 @@ class _Run:
     def _admit(self) -> None:
         """Give the scheduler the requests that have arrived by now."""
         while self._coming and self._coming[0][0] <= self.now:
-            time, number, arrival = heapq.heappop(self._coming)
+            time, number = heapq.heappop(self._coming)
             name = str(number)
             self.arrived[name] = time
             self.waiting[name] = time, self.ttft
-            prompt = self._prompts.setdefault(arrival.input_len, [0] * arrival.input_len)
             self.scheduler.add_request(
                 EngineCoreRequest(
-                    request_id=name, prompt_token_ids=prompt, params=_GREEDY, max_tokens=arrival.output_len, seed=0
+                    request_id=name, prompt_token_ids=self._prompt, params=_GREEDY, max_tokens=self.load.output_len,
+                    seed=0,
                 )
-            )
+            )  # fmt: skip
 
     def _step(self) -> bool:
         """Run one step. True if it only decoded and everybody goes on, so that the next step will be like it."""
@@ -265,7 +237,6 @@ class _Run:
         if self.patience < 0:
             raise TooLongError("the simulation takes too long")
         work = StepWork.of(plan)
-        work = replace(work, prefill_tokens=work.prefill_tokens * self.fresh)
         duration = self.model.seconds(work.times(self.ranks))
         self._note_preemptions()
         self._advance(work, 1, duration)
@@ -300,8 +271,7 @@ class _Run:
     def _finish(self, name: str) -> None:
         self.e2e.append((self.now - self.arrived.pop(name), 1.0))
         if self._later:
-            _, number, arrival = self._later.pop()
-            heapq.heappush(self._coming, (self.now, number, arrival))
+            heapq.heappush(self._coming, (self.now, self._later.pop()[1]))
 
     def _jump(self) -> None:
         """Make the coming steps that are like the last at once: up to the one before a request ends, arrives or finds

@@ -126,21 +126,12 @@ def test_one_token_answers() -> None:
         assert found.output_tok_s > 0
 
 
-def test_what_is_cached_is_not_computed() -> None:
-    cold, warm = (
-        predict(deployment(), Workload(8000, 100, 16, 16, cached_share=share), LIMITS) for share in (0.0, 1.0)
-    )
-    assert warm.ttft_ms < 0.1 * cold.ttft_ms
-    assert warm.output_tok_s > cold.output_tok_s
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"input_len": 0}, "input_len must be at least 1, got 0"),
         ({"num_prompts": 0}, "num_prompts must be at least 1, got 0"),
         ({"request_rate": 0.0}, "request_rate must be above 0, got 0"),
-        ({"cached_share": 1.5}, "cached_share must be between 0 and 1, got 1.5"),
     ],
 )
 def test_wrong_workloads_are_refused(wrong: dict[str, float], said: str) -> None:
