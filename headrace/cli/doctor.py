@@ -111,7 +111,7 @@ def as_json(survey: Survey, findings: Sequence[Finding]) -> dict[str, object]:
             "virtual": survey.virtual,
         },
         "hurts": sum(finding.severity is Severity.HURTS for finding in findings),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "findings": [{"id": finding.id} | dataclasses.asdict(finding) for finding in findings],
     }
 
 

@@ -52,8 +52,8 @@ def examine(survey: Survey) -> list[Finding]:
             for finding in check(survey):
                 findings.append(replace(finding, id=finding.id or name))
         except Unreadable as error:
-            findings.append(unknown(str(error), name))
+            findings.append(unknown(str(error), id=name))
         except Exception as error:
             # The machine is what it is: one odd file must not hide what the other checks found.
-            findings.append(unknown(f"the check failed: {type(error).__name__}: {error}", name))
+            findings.append(unknown(f"the check failed: {type(error).__name__}: {error}", id=name))
     return sorted(findings, key=lambda finding: ORDER.index(finding.severity))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 
 
 class Severity(enum.StrEnum):
@@ -22,35 +23,13 @@ class Severity(enum.StrEnum):
 class Finding:
     """Holds what one check has to say; a check may yield several."""
 
-    id: str
-    """The check's name in checkup.py, unless the check gives another."""
     severity: Severity
     seen: str
     cost: str = ""
     fix: str = ""
     """A command, or where none can help, what to do in a few words; "" where nothing is to be done."""
+    id: str = ""
+    """The check's name in checkup.py, unless the check gives another."""
 
 
-def finding(severity: Severity, seen: str, cost: str = "", fix: str = "", id: str = "") -> Finding:
-    """Return a finding; it bears its check's name where `id` is empty."""
-    return Finding(id, severity, seen, cost, fix)
-
-
-def hurts(seen: str, cost: str, fix: str, id: str = "") -> Finding:
-    """Return a finding that is to be mended first."""
-    return Finding(id, Severity.HURTS, seen, cost, fix)
-
-
-def note(seen: str, cost: str, fix: str = "", id: str = "") -> Finding:
-    """Return a finding that is worth knowing."""
-    return Finding(id, Severity.NOTE, seen, cost, fix)
-
-
-def unknown(why: str, id: str = "") -> Finding:
-    """Return a finding about something that could not be read."""
-    return Finding(id, Severity.UNKNOWN, why)
-
-
-def ok(seen: str, id: str = "") -> Finding:
-    """Return the finding that nothing is wrong."""
-    return Finding(id, Severity.OK, seen)
+hurts, note, unknown, ok = (partial(Finding, severity) for severity in Severity)

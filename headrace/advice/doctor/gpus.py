@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, finding, hurts, note, ok
+from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok
 from headrace.advice.doctor.gpu import GIB, Gpu, Holder, gib, numbers
 from headrace.advice.doctor.survey import Survey
 
@@ -128,7 +128,7 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
         gpus = [gpu for gpu in survey.checked_gpus if gpu.compute_mode == mode]
         if gpus:
             fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in gpus)} -c DEFAULT"
-            yield finding(severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
+            yield Finding(severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
 
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:

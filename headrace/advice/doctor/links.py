@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, finding, hurts, note, ok, unknown
+from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok, unknown
 from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import PCI, Survey
@@ -101,7 +101,7 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
             return
         severity = Severity.NOTE if survey.vendor == "nvidia" and survey.fast_links else Severity.HURTS
         cost = "Peer traffic over PCIe goes through the CPU's IOMMU: slower, and on some servers it hangs."
-        yield finding(
+        yield Finding(
             severity, "the IOMMU translates the GPUs' addresses (no iommu=pt)", cost, survey.on_host(IOMMU_FIX)
         )
     elif modes:
@@ -129,7 +129,7 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
         severity = Severity.NOTE if survey.fast_links else Severity.HURTS
         traffic = "GPU and network card" if survey.fast_links else "GPUs"
         fix = f"for b in {' '.join(redirecting)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done"
-        yield finding(
+        yield Finding(
             severity,
             f"ACS redirects peer traffic on {len(redirecting)} PCIe bridge{'s' if len(redirecting) > 1 else ''}",
             f"What passes between {traffic} over PCIe goes up to the CPU and back.",

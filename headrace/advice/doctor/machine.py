@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 COMMAND_SECONDS = 30.0
@@ -66,10 +67,6 @@ def package_file(package: str, name: str) -> str:
         raise Unreadable(f"{name} cannot be read: {error.strerror}") from None
 
 
-def may_write(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.W_OK)
-
-
 @dataclass(frozen=True)
 class Machine:
     """Holds the ways to look at a machine; the defaults look at this one."""
@@ -80,7 +77,7 @@ class Machine:
     run: Callable[[Sequence[str], float], str] = run_command
     disk: Callable[[Path], Disk] = disk_of
     package_file: Callable[[str, str], str] = package_file
-    may_write: Callable[[Path], bool] = may_write
+    may_write: Callable[[Path], bool] = partial(os.access, mode=os.R_OK | os.W_OK)
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.advice.doctor.finding import Finding, Severity, finding, note, ok
+from headrace.advice.doctor.finding import Finding, Severity, note, ok
 from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.survey import Survey
 
@@ -87,7 +87,7 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
     """Yield a finding for each variable that does harm; one that all is well where none does."""
     environment = survey.machine.environment
     findings = [
-        finding(rule.severity, f"{rule.name}={value}", rule.cost, rule.fix or f"unset {rule.name}", id=rule.name)
+        Finding(rule.severity, f"{rule.name}={value}", rule.cost, rule.fix or f"unset {rule.name}", id=rule.name)
         for rule in RULES
         if (value := environment.get(rule.name)) is not None and rule.speaks(value.strip(), survey)
     ]

@@ -16,10 +16,11 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import HeadraceError
 from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
+from headrace.planner.deployment import Deployment
 from headrace.planner.layouts import reasons
+from headrace.planner.memory_map import memory_map
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape
-from headrace.planner.weights import head_bytes, layer_bytes
 
 PLAIN = 2
 """Bytes of a weight or a cached number without a format."""
@@ -155,19 +156,17 @@ class Case:
             return QUANTIZATIONS[self.asked.quantization]
         return self.checkpoint_format
 
+    def deployment(self, shape: ModelShape, parallel: Parallel, weight_format: str | None = None) -> Deployment:
+        """Return what the planner counts; the guessed GPU stands for one that is unknown."""
+        form = weight_format or self.weight_format or shape.weight_format
+        engine = "headrace" if self.line.engine == "headrace" else "vllm"
+        return Deployment(shape, self.chip or find_chip(GUESSED_CHIP), parallel, form, self.kv_width, engine)
+
     def weight_bytes(self, weight_format: str | None = None) -> int | None:
         """Return the bytes of the model's weights, without the layers that draft tokens; None: unknown model."""
-        shape = self.shape
-        if shape is None:
+        if self.shape is None:
             return None
-        form = weight_format or self.weight_format or shape.weight_format
-        chip = self.chip if self.line.engine == "headrace" else None
-        layers = sum(
-            group.count * sum(layer_bytes(shape, group, Parallel(), form, chip).values()) for group in shape.groups
-        )
-        head = head_bytes(shape, shape.spec.vocab_size, form, chip) if shape.head_weights else 0
-        rest = shape.embedding_weights + shape.final_weights + shape.extra_weights - shape.spec.draft_weights
-        return int(layers + head + shape.plain_bytes * rest)
+        return memory_map(self.deployment(self.shape, Parallel(), weight_format)).weight_bytes
 
     def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
         """Return the smallest power of two of GPUs that hold the weights in `share` of their memory."""

@@ -9,7 +9,6 @@ from headrace.advice.explain.case import MASTER, Case, size
 from headrace.advice.explain.context import OVERRIDES
 from headrace.advice.explain.shell_words import plain
 from headrace.planner.chips import Chip
-from headrace.planner.deployment import Deployment
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
 from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
@@ -71,9 +70,9 @@ def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
     context = shape.spec.max_position_embeddings
     asked = case.asked.max_model_len or context
     longest = asked if case.stretches else min(asked, context)
-    fits = _map(case, chip, case.tp, longest)
+    fits = _map(case, case.tp, longest)
     if not fits.fits and case.shortens_context:
-        fits = _shortened(case, chip, longest) or fits
+        fits = _shortened(case, longest) or fits
     share = f"{size(fits.usable)} of {size(fits.total)} for this instance"
     many = f"each of {case.gpus} " if case.gpus > 1 else ""
     what = f"{size(fits.weight_bytes)} of {case.weight_format} weights on {many}{chip.title} ({share})"
@@ -85,14 +84,14 @@ def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
     return Finding("memory", "fine", f"{what} leave {size(fits.kv_pool)} for the KV cache: {held}{cut}")
 
 
-def _shortened(case: Case, chip: Chip, longest: int) -> MemoryMap | None:
+def _shortened(case: Case, longest: int) -> MemoryMap | None:
     """With the longest context that fits, in steps as small as headrace makes them before it gives up; None: none."""
     smallest = replace(case.asked, max_num_seqs=1, max_num_batched_tokens=FEWEST_TOKENS)
     smaller = [replace(case, asked=smallest)] if case.line.engine == "headrace" else []
     for candidate in (case, *smaller):
-        length = _room(candidate, chip, case.tp, longest, SHORTEST_CONTEXT)
+        length = _room(candidate, case.tp, longest, SHORTEST_CONTEXT)
         if length:
-            return _map(candidate, chip, case.tp, length)
+            return _map(candidate, case.tp, length)
     return None
 
 
@@ -102,35 +101,27 @@ def _enough(case: Case, chip: Chip, longest: int) -> str:
         if tp > chip.gpus_per_node or case.tp_problems(tp):
             continue
         more = f"--tensor-parallel-size {tp}" if tp > case.tp else ""
-        if _map(case, chip, tp, longest).fits:
+        if _map(case, tp, longest).fits:
             return more
-        if length := _room(case, chip, tp, longest, WORTH_A_CONTEXT):
+        if length := _room(case, tp, longest, WORTH_A_CONTEXT):
             return f"{more} --max-model-len {length}".strip()
     return ""
 
 
-def _room(case: Case, chip: Chip, tp: int, longest: int, least: int) -> int:
+def _room(case: Case, tp: int, longest: int, least: int) -> int:
     """The longest context that fits, in whole UNITs; 0: fewer than `least` tokens."""
     low, high = 0, longest // UNIT
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _map(case, chip, tp, middle * UNIT).fits else (low, middle - 1)
+        low, high = (middle, high) if _map(case, tp, middle * UNIT).fits else (low, middle - 1)
     return low * UNIT if low * UNIT >= least else 0
 
 
-def _map(case: Case, chip: Chip, tp: int, longest: int) -> MemoryMap:
+def _map(case: Case, tp: int, longest: int) -> MemoryMap:
     asked = case.asked
     assert case.shape is not None
-    weight_format, engine = case.weight_format or case.shape.weight_format, case.line.engine
     return memory_map(
-        Deployment(
-            case.shape,
-            chip,
-            case.parallel(tp),
-            weight_format,
-            case.kv_width,
-            "headrace" if engine == "headrace" else "vllm",
-        ),
+        case.deployment(case.shape, case.parallel(tp)),
         max_num_seqs=asked.max_num_seqs or 1024,
         max_num_batched_tokens=asked.max_num_batched_tokens or 8192,
         max_model_len=longest,
