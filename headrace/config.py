@@ -224,8 +224,8 @@ class EngineConfig:
     )
     speculative_config: dict[str, Any] = knob(
         {},
-        'JSON, e.g. \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}\': guess so many tokens '
-        "for each request and step, which the model verifies together; answers stay the same.",
+        'JSON, e.g. \'{"method": "ngram", "prompt_lookup_max": 4}\': guess tokens of each request, which the model '
+        "verifies together: as many a step as pay, or always `num_speculative_tokens`; answers stay the same.",
         short="-sc",
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
@@ -254,9 +254,15 @@ class EngineConfig:
         return Speculation.of(self.speculative_config, self.tensor_parallel_size)
 
     @property
+    def decode_lens(self) -> tuple[int, ...]:
+        """Return the numbers of tokens that a running request may compute in a step."""
+        guesses = self.speculation
+        return (1,) if guesses is None else tuple(1 + length for length in guesses.lengths)
+
+    @property
     def decode_len(self) -> int:
         """Return the most tokens that a running request computes in a step: its last one, and guesses behind it."""
-        return 1 if (guesses := self.speculation) is None else 1 + guesses.num_tokens
+        return max(self.decode_lens)
 
     def replace(self, **changes: Any) -> EngineConfig:
         """Return a copy with other values, which are checked."""

@@ -175,6 +175,11 @@ class Request:
     drafts: Sequence[int] = ()
     """The drafts behind its newest token, where its masks depend on them; empty if it has not sampled since it last
     began to run."""
+    num_guesses: int = 0
+    """How many tokens are guessed behind its newest one, once all submitted steps have run."""
+    guesses_right: float = 0.0
+    """Its guesses that were right, earlier ones counting for less, and how many would be expected by those of all."""
+    guesses_expected: float = 0.0
 
     def __post_init__(self) -> None:
         self.request_id = self.core_request.request_id
@@ -187,10 +192,10 @@ class Request:
         """Copy the token ids, so that tokens may be appended from now on."""
         self.token_ids = list(self.token_ids)
 
-    @property
-    def drafts_are_known(self) -> bool:
-        """False if its masks depend on drafts, and there are none: it has not sampled since it last began to run."""
-        return self.matcher is None or self.num_inflight > 0 or len(self.drafts) > 0
+    def knows_drafts(self, count: int) -> bool:
+        """Return False if its masks depend on `count` drafts, and there are not as many: it has not sampled since it
+        last began to run, or nothing was guessed then."""
+        return self.matcher is None or (self.num_guesses >= count and (self.num_inflight > 0 or len(self.drafts) > 0))
 
     @property
     def num_tokens(self) -> int:

@@ -22,9 +22,13 @@ LOOKUP = 5
 MOST_LOOKUP = 16
 MOST_TOKENS = 16
 """Most guesses for a request and step: each is one more token of every step."""
+USUAL_TOKENS = {NGRAM: 5, MTP: 1}
+USUAL = 3
+"""Most guesses where nobody says how many, by method: a text that repeats itself goes on for long, and the layers that
+a model brings to predict tokens were trained for the next one."""
 FIELDS: dict[str, type] = {
     "method": str, "model": str, "num_speculative_tokens": int, "prompt_lookup_min": int, "prompt_lookup_max": int,
-    "draft_tensor_parallel_size": int, "revision": str, "quantization": str,
+    "draft_tensor_parallel_size": int, "revision": str, "quantization": str, "adaptive": bool,
 }  # fmt: skip
 IGNORED = (
     "enforce_eager", "disable_padded_drafter_batch", "disable_by_batch_size", "disable_logprobs", "max_model_len",
@@ -39,7 +43,7 @@ class Speculation:
 
     method: str
     num_tokens: int
-    """Guesses for each request and step."""
+    """Guesses for each request and step, the most if they are `adaptive`."""
     model: str = ""
     """Folder or Hugging Face id of what guesses, if the model does not bring it."""
     revision: str | None = None
@@ -49,6 +53,14 @@ class Speculation:
     """Fewest tokens that an n-gram must have in common with the end of a sequence."""
     prompt_lookup_max: int = LOOKUP
     """Most tokens that are compared."""
+    adaptive: bool = False
+    """Whether each step has as many guesses as are expected to pay, which may be none."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the numbers of guesses that a step may have."""
+        most = self.num_tokens
+        return tuple(sorted({0, -(-most // 2), most})) if self.adaptive else (most,)
 
     @staticmethod
     def of(given: Mapping[str, Any], tp_size: int = 1) -> Speculation | None:
@@ -62,8 +74,12 @@ class Speculation:
         method = _method(fields)
         if (ranks := fields.get("draft_tensor_parallel_size", 1)) not in (1, tp_size):
             raise _wrong("draft_tensor_parallel_size", ranks, f"1 or tensor_parallel_size, which is {tp_size}")
-        if "num_speculative_tokens" not in fields:
-            raise ConfigError(f"speculative_config.num_speculative_tokens must be given: 1 to {MOST_TOKENS}")
+        adaptive = fields.get("adaptive", "num_speculative_tokens" not in fields)
+        if not adaptive and "num_speculative_tokens" not in fields:
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens must be given where adaptive is false: 1 to {MOST_TOKENS}"
+            )
+        fields = {"num_speculative_tokens": USUAL_TOKENS.get(method, USUAL), **fields}
         least, most = _lookup(fields)
         return Speculation(
             method,
@@ -73,6 +89,7 @@ class Speculation:
             fields.get("quantization"),
             least,
             most,
+            adaptive,
         )
 
 
@@ -83,8 +100,8 @@ def _check_type(name: str, value: Any) -> None:
             f"speculative_config has no field {name!r:.80}; accepted: {', '.join(FIELDS)}; accepted without effect: "
             f"{', '.join(IGNORED)}"
         )
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _wrong(name, value, {str: "a text", int: "a whole number"}[kind])
+    if type(value) is not kind:
+        raise _wrong(name, value, {str: "a text", int: "a whole number", bool: "true or false"}[kind])
 
 
 def _method(fields: Mapping[str, Any]) -> str:

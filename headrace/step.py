@@ -85,6 +85,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     known token. Empty: no request has any"""
     masked: bool = False
     """a request that samples has a grammar: the step stops before it samples, until its Masks come"""
+    num_guesses: int = 0
+    """how many tokens to guess behind each request that samples, for later steps to verify"""
 
     @property
     def num_tokens(self) -> int:

@@ -27,6 +27,9 @@ TAKEN: list[tuple[dict[str, Any], Speculation | None]] = [
         Speculation("eagle3", 2, "m", "r"),
     ),
     ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, Speculation("mtp", 1)),
+    ({"method": "deepseek_mtp"}, Speculation("mtp", 1, adaptive=True)),
+    ({"method": "ngram"}, Speculation("ngram", 5, adaptive=True)),
+    ({"model": "m", "num_speculative_tokens": 4, "adaptive": True}, Speculation("draft_model", 4, "m", adaptive=True)),
 ]
 
 
@@ -38,6 +41,13 @@ def test_what_is_taken(given: dict[str, Any], expected: Speculation | None) -> N
     assert config.decode_len == 1 + (expected.num_tokens if expected else 0)
 
 
+def test_fewer_guesses_and_none_are_among_the_lengths_where_these_adapt() -> None:
+    assert Speculation("ngram", 5).lengths == (5,)
+    assert Speculation("ngram", 5, adaptive=True).lengths == (0, 3, 5)
+    assert Speculation("mtp", 1, adaptive=True).lengths == (0, 1)
+    assert EngineConfig(speculative_config={"method": "ngram"}).decode_lens == (1, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -47,7 +57,8 @@ def test_what_is_taken(given: dict[str, Any], expected: Speculation | None) -> N
         ({"method": "guess"}, "speculative_config.method is 'guess'; accepted: ngram, draft_model, eagle, eagle3, mtp"),
         ({"method": "medusa", "model": "m"}, "method 'medusa' is not served: its heads guess each token without"),
         ({"method": "mlp_speculator", "model": "m"}, "method 'mlp_speculator' is not served"),
-        ({"method": "ngram"}, "speculative_config.num_speculative_tokens must be given: 1 to 16"),
+        ({"method": "ngram", "adaptive": False}, "num_speculative_tokens must be given where adaptive is false: 1 to"),
+        ({"method": "ngram", "adaptive": 1}, "adaptive is 1; accepted: true or false"),
         ({"method": "ngram", "num_speculative_tokens": True}, "tokens is True; accepted: a whole number"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "tokens is '5'; accepted: a whole number"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; accepted: 1 to 16"),

@@ -31,12 +31,13 @@ from headrace.planner.decisions import decide_before_load, decide_mixed_step, de
 from headrace.planner.fp8_cache import describe_lossy_cache, settled_cache
 from headrace.planner.profile import measured_here
 from headrace.planner.record import Decision
-from headrace.planner.served import predict_steps
+from headrace.planner.served import StepPrediction, predict_steps
 from headrace.planner.settings import all_settings
 from headrace.planner.smaller import fewer_pages, smaller_plan
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.table import resolve_format
 from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculation import NGRAM
 from headrace.step import WorkerFacts
@@ -72,14 +73,14 @@ def build_core(
     try:
         ranks, loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
         mixed_step, chunk = decide_mixed_step(loaded.config, loaded.workers, streamed=beside_server)
-        scheduler = Scheduler(_scheduler_config(loaded, mixed_step))
+        prediction = predict_steps(loaded.config, model_config, loaded.workers)
+        scheduler = Scheduler(_scheduler_config(loaded, mixed_step), _draft_length(loaded.config, prediction))
     except BaseException:
         for part in (ranks, compiler):
             if part is not None:
                 part.shutdown()
         raise
     settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk)])
-    prediction = predict_steps(loaded.config, model_config, loaded.workers)
     watch = None if prediction is None else StepWatch(prediction)
     patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later
     return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience)
@@ -161,6 +162,20 @@ def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, Exec
         return detect_device(config), make_executor
     module, _, attribute = path.partition(":")
     return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
+
+
+def _draft_length(config: EngineConfig, prediction: StepPrediction | None) -> DraftLength | None:
+    """Return what chooses how many tokens a step guesses; None: it is always as many, or none are guessed."""
+    speculation = config.speculation
+    if speculation is None or not speculation.adaptive:
+        return None
+    if prediction is None or prediction.drafts is None:
+        logger.warning(
+            "every step guesses %d tokens: the planner does not know what steps cost here, so that fewer cannot be "
+            "chosen where guessing stops to pay", speculation.num_tokens,
+        )  # fmt: skip
+        return None
+    return DraftLength(speculation.lengths, prediction.drafts)
 
 
 def _scheduler_config(facts: CoreFacts, mixed_step_tokens: int | None) -> SchedulerConfig:

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.grammars import Grammars
@@ -51,15 +51,20 @@ class _Inflight:
     """Its masks have not been made, so it has not sampled. It is the newest."""
 
 
-def warmup_step(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
+def warmup_step(
+    num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig, lengths: Sequence[int]
+) -> SchedulerOutput:
     """Return a step of `num_reqs` requests and `num_tokens` tokens in all that belongs to no request. All its requests
-    use the row behind those of real requests, and no blocks of theirs."""
-    rows, samples, drafts = [config.max_num_seqs] * num_reqs, [True] * num_reqs, config.num_drafts
-    if drafts and num_tokens == num_reqs * (1 + drafts):
+    use the row behind those of real requests, and no blocks of theirs. `lengths`: the numbers of drafts that decodes
+    may have."""
+    rows, samples = [config.max_num_seqs] * num_reqs, [True] * num_reqs
+    drafts = num_tokens // num_reqs - 1
+    if drafts in lengths and num_tokens == num_reqs * (1 + drafts):
         counts = [1 + drafts] * num_reqs
         return SchedulerOutput(
-            WARMUP_STEP, [], freed_rows, [], rows, [0] * num_reqs, counts, samples, num_drafts=[drafts] * num_reqs
-        )
+            WARMUP_STEP, [], freed_rows, [], rows, [0] * num_reqs, counts, samples,
+            num_drafts=[drafts] * num_reqs if drafts else [], num_guesses=drafts,
+        )  # fmt: skip
     counts = [1] * num_reqs
     for index in reversed(range(num_reqs)):  # decodes come first in a step, so the longer chunks go last
         counts[index] += min(num_tokens - sum(counts), config.max_model_len - 1)
@@ -157,7 +162,8 @@ class EngineCore:
         failed, no other one runs. Raises EngineDeadError when the executor is gone."""
         if not self.may_warm_up:
             return False
-        step = warmup_step(*self._warmup_sizes.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
+        scheduler, freed_rows = self.scheduler, self.scheduler.take_freed_rows()
+        step = warmup_step(*self._warmup_sizes.popleft(), freed_rows, scheduler.config, scheduler.draft_lengths)
         try:
             for _ in range(2):  # a size is captured the second time that it runs
                 result = self._executor.execute(step).result()
@@ -296,7 +302,9 @@ class EngineCore:
 
     def _watch_finished(self, step: _Inflight, counts: bool) -> None:
         if self._watch is not None and step.watched is not None:
-            self._watch.finished(step.watched, counts)
+            seconds, length = self._watch.finished(step.watched, counts), self.scheduler.draft_length
+            if counts and length is not None:
+                length.observe(step.plan, seconds)
 
     def _log(self, result: RunnerOutput) -> None:
         for note in result.notes:

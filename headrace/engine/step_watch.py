@@ -51,8 +51,8 @@ class StepWatch:
         """Kind of step -> sums since start."""
         self._prediction = prediction
         self._seconds = prediction.model.seconds
-        self._decode_seconds: dict[tuple[float, int], float] = {}
-        """(requests, rounded context) -> predicted seconds of a decode step."""
+        self._decode_seconds: dict[tuple[float, float, int, int], float] = {}
+        """(requests, tokens of each, rounded context, guesses) -> predicted seconds of a decode step."""
         self._last_end = self._window_start = clock()
         self._window = _nothing()
         self._warned_at = -QUIET_SECONDS
@@ -61,18 +61,28 @@ class StepWatch:
         """Return the prediction for a step. `began`: the clock's time before the executor got it."""
         work = StepWork.of(step)
         if work.prefill_tokens:
-            return Watched(MIXED, began, self._seconds(work))
+            return Watched(MIXED, began, self._seconds(work) + self._guessing(step, work.decode_context))
         near = int(work.decode_context) // CONTEXT_STEP
-        predicted = self._decode_seconds.get((work.decodes, near))
+        key = work.decodes, work.decode_len, near, step.num_guesses
+        predicted = self._decode_seconds.get(key)
         if predicted is None:
             if len(self._decode_seconds) >= MAX_PREDICTIONS:
                 self._decode_seconds.clear()
-            predicted = self._seconds(replace(work, decode_context=(near + 0.5) * CONTEXT_STEP))
-            self._decode_seconds[work.decodes, near] = predicted
+            middle = (near + 0.5) * CONTEXT_STEP
+            predicted = self._seconds(replace(work, decode_context=middle)) + self._guessing(step, middle)
+            self._decode_seconds[key] = predicted
         return Watched(DECODE, began, predicted)
 
-    def finished(self, step: Watched, counts: bool = True) -> None:
-        """Take the end of a step. `counts`: False if it failed, or did more than compute, such as capture a graph."""
+    def _guessing(self, step: SchedulerOutput, context: float) -> float:
+        """Seconds in which tokens are guessed behind a step."""
+        costs = self._prediction.drafts
+        if costs is None or not step.num_guesses:
+            return 0.0
+        return costs.guessing(sum(step.samples), context, step.num_guesses)
+
+    def finished(self, step: Watched, counts: bool = True) -> float:
+        """Take the end of a step; return the seconds that it took. `counts`: False if it failed, or did more than
+        compute, such as capture a graph."""
         end = self.clock()
         observed = end - max(step.began, self._last_end)
         self._last_end = end
@@ -84,6 +94,7 @@ class StepWatch:
         if end - self._window_start >= WINDOW_SECONDS:
             self._judge(end)
             self._window_start, self._window = end, _nothing()
+        return observed
 
     def _judge(self, now: float) -> None:
         slow = [

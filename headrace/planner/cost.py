@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from operator import mul, sub
 from typing import NamedTuple
 
 from headrace.kernels.gemm_config import BUCKETS
@@ -60,22 +60,28 @@ class StepWork:
     """keys that a prompt token sees, on average"""
     prompts: int = 0
     """prompts that the prompt tokens belong to; 0: one, if there are any tokens"""
+    decode_len: float = 1
+    """tokens of each decode: its last known one, and guesses behind it"""
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> StepWork:
-        """Count a scheduled step. Requests that run one token are decodes; they come first in a step.
+        """Count a scheduled step. Requests that run one token, or have guesses, are decodes; they come first in a step.
 
         An engine asks this of every step, so lists are summed by C code.
         """
         computed, counts = step.num_computed_tokens, step.num_scheduled_tokens
-        decodes = bisect_right(counts, 1)
+        known, guesses = counts, sum(step.num_drafts)
+        if guesses:
+            known = list(map(sub, counts, step.num_drafts))
+        decodes = bisect_right(known, 1)
         context = sum(computed[:decodes]) / decodes + 1 if decodes else 0.0
+        decode_len = 1 + guesses / decodes if guesses else 1
         if decodes == len(counts):
-            return cls(decodes, context)
+            return cls(decodes, context, decode_len=decode_len)
         chunks = counts[decodes:]
         tokens = sum(chunks)
         pairs = sum(map(mul, chunks, computed[decodes:])) + (sum(map(mul, chunks, chunks)) + tokens) / 2
-        return cls(decodes, context, tokens, pairs / tokens, len(chunks))
+        return cls(decodes, context, tokens, pairs / tokens, len(chunks), decode_len)
 
     def times(self, ranks: int) -> StepWork:
         """Return the work of `ranks` ranks that each do this."""
@@ -87,6 +93,7 @@ class StepWork:
             self.prefill_tokens * ranks,
             self.prefill_context,
             self.prompts * ranks,
+            self.decode_len,
         )
 
 
@@ -314,18 +321,19 @@ class StepModel:
         prompts_here = -(-prompts // parallel.dp)
         prefill = work.prefill_tokens * prompts_here / prompts if prompts else 0.0
         batches = min(parallel.pp, max(1.0, decodes + prompts_here))
-        decodes, prefill, samples = decodes / batches, prefill / batches, (decodes + prompts_here) / batches
-        tokens = decodes + prefill
+        decodes, prefill = decodes / batches, prefill / batches
+        queries = decodes * work.decode_len
+        tokens, samples = queries + prefill, queries + prompts_here / batches
         everywhere = tokens
         if parallel.dp_attention:
-            everywhere = max(tokens, (work.decodes + work.prefill_tokens) / batches)
+            everywhere = max(tokens, (work.decodes * work.decode_len + work.prefill_tokens) / batches)
 
         weights = kv = flops = activations = links = launches = total = 0.0
         for layer in self._layers:
             keys, read, scored = layer.keys(work.decode_context)
             cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
             of_index = layer.index_seconds_per_pair
-            looking = decodes * (keys * layer.decode_seconds_per_pair + scored * of_index + layer.seconds_per_token)
+            looking = queries * (keys * layer.decode_seconds_per_pair + scored * of_index + layer.seconds_per_token)
             keys, _, scored = layer.keys(work.prefill_context)
             prompt_pairs = prefill * (keys * layer.seconds_per_pair + scored * of_index + layer.seconds_per_token)
             products = layer.products(tokens, everywhere)

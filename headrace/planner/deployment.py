@@ -23,6 +23,8 @@ class Deployment:
     kv_dtype_bytes: float
     engine: str
     """headrace or vllm: whose efficiencies count"""
+    draft: ModelShape | None = None
+    """the model that guesses tokens beside it, if there is one"""
 
     @property
     def holds_on(self) -> Chip | None:

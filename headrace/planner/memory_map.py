@@ -18,6 +18,7 @@ from headrace.kernels.latent_config import EXPANDED_BYTES, MOST_SCORES, SELECTIN
 from headrace.model_spec import LatentAttention, LayerSpec, Mixer
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
+from headrace.planner.shapes import ModelShape
 from headrace.planner.weights import head_bytes
 
 VOCAB_ALIGNMENT = 64
@@ -60,7 +61,7 @@ class MemoryMap:
     usable: int
     """the engine's share of it"""
     weights: dict[str, int]
-    """by part: embedding, head, attention, dense, router, experts, norms, extra"""
+    """by part: embedding, head, attention, dense, router, experts, norms, extra, draft"""
     tables: int
     """tokens and blocks of every row, and what else is allocated before there is a cache"""
     activations: int
@@ -132,11 +133,11 @@ def memory_map(
     block_size: int = 16,
     graph_mode: str = "FULL_AND_PIECEWISE",
     speculates: bool = False,
-    decode_len: int = 1,
+    decode_lens: tuple[int, ...] = (1,),
 ) -> MemoryMap:
     """Map one GPU's memory. Limits, and the tokens that the cache holds, are those of one replica or data-parallel
-    rank. `speculates`: layers that predict further tokens are loaded. `decode_len`: tokens that a running request has
-    in a step, guesses included.
+    rank. `speculates`: layers of the checkpoint that predict further tokens are loaded. `decode_lens`: the numbers of
+    tokens that a running request may have in a step, guesses included.
 
     Never fails: what does not fit says by how much (`missing`), and a split that leaves a remainder is rounded up.
     """
@@ -146,21 +147,29 @@ def memory_map(
     stage = _fullest_stage(deployment)
     weights = _weights(deployment, stage, speculates)
     layers = tuple(layer for count, layer, _ in stage for _ in range(count))
+    draft, most_drafts = _draft_alone(deployment), max(decode_lens) - 1
+    if draft is not None:
+        layers = (*layers, *draft.shape.spec.layers)
+        weights["draft"] = sum(_weights(draft, _fullest_stage(draft), False).values())
     kv_dtype_bytes = math.ceil(deployment.kv_dtype_bytes)
     layout = cache_layout(replace(shape.spec, layers=layers), parallel.tp, kv_dtype_bytes, block_size)
-    tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
-    tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
+    places = longest + most_drafts
+    tokens_of_row = places + 1 + (most_drafts > 0) if engine == "headrace" else 0  # vLLM keeps them on the host
+    tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
     if engine == "headrace":
-        positions = min(longest + decode_len, shape.spec.max_position_embeddings)
-        tables += _beside_rows(deployment, graph_mode, positions) + 2 * layout.page_bytes  # one page, and padding's
-    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * decode_len, samples=True)
+        angles = _angles(shape, longest + max(decode_lens))
+        tables += angles + _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's
+    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * max(decode_lens), samples=True)
+    if draft is not None:
+        tables += _angles(draft.shape, longest + max(decode_lens))
+        step = max(step, _step_bytes(draft, max_num_batched_tokens, max_num_seqs, samples=True))
     graphs = 0
     if engine == "vllm" and not on_cpu:
         kinds = len(set(GRAPH_MODES[graph_mode]) - {"none"})
         graphs = kinds * VLLM_GRAPH_SIZES * len(layers) * VLLM_GRAPH_LAYER
     elif not on_cpu:
         graphs = _graph_bytes(
-            deployment, len(layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest, decode_len
+            deployment, len(layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest, decode_lens
         )
     communicates = parallel.gpus > parallel.replicas and not on_cpu
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if communicates else 0)
@@ -181,6 +190,12 @@ def memory_map(
         longest=longest,
         missing=max(0, needed - (left if left < 0 else pool)),
     )
+
+
+def _draft_alone(deployment: Deployment) -> Deployment | None:
+    """The model that guesses tokens, on the same GPUs; None: there is none."""
+    draft = deployment.draft
+    return None if draft is None else replace(deployment, shape=draft, weight_format=draft.weight_format, draft=None)
 
 
 def _fullest_stage(deployment: Deployment) -> Stage:
@@ -219,17 +234,16 @@ def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}}
 
 
-def _beside_rows(deployment: Deployment, graph_mode: str, positions: int) -> int:
-    """Bytes of headrace's tables beside rows: cosines and sines of the positions in fp32, cuBLAS's workspace, where a
-    prompt's share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py), and where
-    latents are projected to (kernels/latent_prompt.py).
+def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
+    """Bytes of headrace's tables beside rows and angles: cuBLAS's workspace, where a prompt's share of an fp8 cache is
+    unpacked to, for a kernel that only Hopper has (kernels/prefill.py), and where latents are projected to
+    (kernels/latent_prompt.py).
 
     A router calls cuBLAS in the small graphs that a start checks, too, on a stream of their own; dense layers have
     kernels of ours for so few tokens.
     """
     shape, chip = deployment.shape, deployment.chip
     mixers = [group.mixer for group in shape.groups]
-    angles = 4 * positions * sum(turns.numbers for turns in shape.spec.turns)
     streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
     unpacks = any(
         mixer.kind != "mla" and mixer.window is None and mixer.head_dim in COPY_ENGINE_PREFILL for mixer in mixers
@@ -237,7 +251,13 @@ def _beside_rows(deployment: Deployment, graph_mode: str, positions: int) -> int
     unpacked = UNPACKED_BYTES if unpacks and chip.arch == "sm_90" and deployment.kv_dtype_bytes == 1 else 0
     expands = chip.vendor != "cpu" and any(mixer.kind == "mla" for mixer in mixers)
     expanded = EXPANDED_BYTES if expands else 0
-    return angles + streams * WORKSPACE.get(chip.vendor, 0) + unpacked + expanded
+    return streams * WORKSPACE.get(chip.vendor, 0) + unpacked + expanded
+
+
+def _angles(shape: ModelShape, longest: int) -> int:
+    """Bytes of the cosines and sines of every position, up to the `longest` that rows have, in fp32."""
+    positions = min(longest, shape.spec.max_position_embeddings)
+    return 4 * positions * sum(turns.numbers for turns in shape.spec.turns)
 
 
 def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -> int:
@@ -288,11 +308,12 @@ def _index_bytes(mixer: Mixer, tokens: int, longest: int) -> float:
 
 
 def _graph_bytes(
-    deployment: Deployment, num_layers: int, mode: str, seqs: int, tokens: int, longest: int, decode_len: int
-) -> int:
+    deployment: Deployment, num_layers: int, mode: str, seqs: int, tokens: int, longest: int,
+    decode_lens: tuple[int, ...],
+) -> int:  # fmt: skip
     """Bytes of headrace's graphs, if all come up: what runner/profile.py expects."""
     most_in_pieces = deployment.shape.most_in_pieces(deployment.weight_format, deployment.parallel.tp)
-    settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces, (decode_len,))
+    settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces, decode_lens)
     if settings is None:
         return 0
     return _step_bytes(deployment, settings.most_tokens, seqs, samples=False) + settings.bytes_beside_pool(num_layers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -16,6 +16,7 @@ from headrace.planner.chips import GIB, find_chip, this_cpu
 from headrace.planner.cost import StepModel, step_model
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.deployment import Deployment
+from headrace.planner.draft_costs import DraftCosts
 from headrace.planner.fp8_cache import cached_bytes
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.parallel import Parallel
@@ -23,6 +24,7 @@ from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Limits, Prediction, Workload, predict
 from headrace.planner.scenario import USUAL_CONCURRENCY
 from headrace.planner.shapes import shape_of
+from headrace.planner.speculation import draft_shape
 from headrace.step import WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class StepPrediction:
     """what makes steps slower here and is not in the model"""
     warns: bool = True
     """False: too rough to call a step slow by it"""
+    drafts: DraftCosts | None = None
+    """of steps in which tokens are guessed, if any are"""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,9 @@ def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
         "what the self-check took out of service": bool(facts[0].demoted),
     }
     excuse = " and ".join(reason for reason, holds in reasons.items() if holds)
-    return StepPrediction(step_model(deployment), deployment.chip.title, excuse, deployment.chip.vendor != "cpu")
+    drafts = None if config.speculation is None else DraftCosts(deployment)
+    steps = step_model(replace(deployment, draft=None))
+    return StepPrediction(steps, deployment.chip.title, excuse, deployment.chip.vendor != "cpu", drafts)
 
 
 def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> MemoryMap | None:
@@ -141,7 +147,7 @@ def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerF
         gpu_memory_utilization=config.gpu_memory_utilization,
         block_size=config.block_size,
         graph_mode=config.compilation_config.get("cudagraph_mode", "NONE"),
-        decode_len=config.decode_len,
+        decode_lens=config.decode_lens,
     )
 
 
@@ -192,6 +198,7 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
         shape.format_for(wanted),
         cached_bytes(config.kv_cache_dtype),
         "headrace",
+        draft_shape(config.speculation, model, config.dtype),
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.models.drafters import describe_draft
+from headrace.models.drafters import describe_draft, read_draft_config
 from headrace.models.registry import describe
+from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
+from headrace.planner.shapes import ModelShape, shape_of
 from headrace.speculation import SERVED, Speculation
 
 FIELD = "speculative_config"
@@ -37,6 +40,19 @@ def decide_speculation(
         why = "batch_invariant computes every token alone on a CPU, so that guesses would only cost"
         return {}, [Decision(FIELD, "off", why, shown)]
     return given, [Decision(FIELD, shown, "given", source="user")]
+
+
+def draft_shape(speculation: Speculation | None, model: ModelConfig, dtype: str) -> ModelShape | None:
+    """Count the layers that guess tokens for `model`, held in `dtype`; None: there are none."""
+    spec = describe_draft(speculation, model)
+    if speculation is None or spec is None:
+        return None
+    config = read_draft_config(speculation)
+    if config is None:  # a part of the model
+        return replace(shape_of(model.raw, speculation.method).held_in(dtype), spec=spec)
+    shape = shape_of(config.raw, speculation.model)
+    wanted = PlanRequest(model=speculation.model, quantization=speculation.quantization)
+    return shape.converted(wanted.weight_format(shape.weight_format)).held_in(dtype)
 
 
 def speculation_gaps(given: dict[str, Any]) -> list[str]:

@@ -20,7 +20,8 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
 from headrace.pooling import Pooling
-from headrace.runner.cuda_graph import DRAFTING, CudaDevice, Drafting, GraphDevice, Shape, StepGraphs
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
+from headrace.runner.guesses import Guesses
 from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
@@ -106,8 +107,6 @@ class ModelRunner:
         self.pooler = None if pooling is None else Pooler(pooling, limits.max_num_seqs, device)
         self.graph_settings = graph_settings
         self.graphs: StepGraphs | None = None
-        self._drafting: StepGraphs | None = None
-        """of what guesses tokens behind a step of decodes"""
         self.notes = Notes()
         self._graph_device = graph_device
         self.inputs = InputBatch(
@@ -125,15 +124,14 @@ class ModelRunner:
 
     def renew_graphs(self) -> None:
         """Free all graphs; they are captured again as their sizes are used."""
-        self.graphs = self._drafting = None
+        self.graphs = None
         self.notes.graph_bytes.clear()
-        settings, drafter = self.graph_settings, self.drafter
-        if settings is None:
-            return
-        device = self._graph_device(self.device)
-        self.graphs = StepGraphs(settings, self, device, self.notes)
-        if drafter is not None and drafter.num_layers and settings.decode == "full":
-            self._drafting = StepGraphs(settings, Drafting(drafter, self.tables), device, self.notes)
+        settings = self.graph_settings
+        device = None if settings is None else self._graph_device(self.device)
+        if self.guesses is not None:
+            self.guesses.renew_graphs(settings, device, self.notes)
+        if settings is not None and device is not None:
+            self.graphs = StepGraphs(settings, self, device, self.notes)
 
     def keep_results(self) -> None:
         """Leave the results of queued steps where they are, however many steps follow before they are read."""
@@ -150,11 +148,13 @@ class ModelRunner:
             self.kernels.scatter_words, self.num_drafts,
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
-        if self.state.num_known is not None:
+        self.guesses: Guesses | None = None
+        if self.drafter is not None and self.state.num_known is not None:
             self.tables = Tables(
                 self.state.token_table, self.state.num_known, self.state.sampling, self.state.block_tables,
                 tuple(sizes), self.cache.of_drafter, limits.max_model_len,
             )  # fmt: skip
+            self.guesses = Guesses(self.drafter, self.tables)
 
     def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
@@ -183,33 +183,23 @@ class ModelRunner:
     @torch.inference_mode()
     def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
         """Launch the rest of the step that was begun last."""
-        batch = forward.batch
-        of_step = None if masks is None else step_masks(forward.step, masks, self.device)
+        step, batch = forward.step, forward.batch
+        of_step = None if masks is None else step_masks(step, masks, self.device)
         pending = self._sample(forward, of_step)
-        if self.drafter is not None and batch.num_samples:
-            self._propose(self.drafter, forward)
-            if masks is not None:
-                pending.drafts = self._proposed([row for row in forward.step.rows if row in masks.first_lines])
+        if self.guesses is not None:
+            self.guesses.make(step, batch, forward.shape)
+            if masks is not None and step.num_guesses and batch.num_samples:
+                masked = [row for row in step.rows if row in masks.first_lines]
+                pending.drafts = self._proposed(masked, step.num_guesses)
                 if pending.event is not None:
                     pending.event.record()
         return pending
 
-    def _propose(self, drafter: Drafter, forward: Forward) -> None:
-        """Let the drafter guess behind the rows that sampled, from a graph where the step ran from one of decodes."""
-        step, batch = forward.step, forward.batch
-        if self._drafting is not None and forward.shape is not None and forward.shape.decode:
-            self._drafting.run(forward.shape._replace(kind=DRAFTING), batch)
-            return
-        sampled = None
-        if not batch.decode_only:
-            sampled = to_device(np.flatnonzero(step.samples), self.device)
-        drafter.propose(self.tables, batch, sampled)
-
-    def _proposed(self, rows: list[int]) -> tuple[list[int], Tensor]:
-        """Return `rows`, and a copy for the host of the drafts behind their newest tokens."""
+    def _proposed(self, rows: list[int], count: int) -> tuple[list[int], Tensor]:
+        """Return `rows`, and a copy for the host of the `count` drafts behind their newest tokens."""
         state, index = self.state, to_device(np.array(rows, dtype=np.int64), self.device)
         assert state.num_known is not None
-        places = state.num_known[index, None].long() + torch.arange(self.num_drafts, device=self.device)
+        places = state.num_known[index, None].long() + torch.arange(count, device=self.device)
         return rows, to_host(state.token_table[index[:, None], places])
 
     def batch_of(self, step: SchedulerOutput, shape: Shape | None = None) -> Batch:

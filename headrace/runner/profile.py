@@ -110,7 +110,8 @@ def _run_largest_step(runner: ModelRunner, limits: RunnerLimits, samples: bool) 
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=10, max_tokens=None, seed=0)
     step = _made_up_prompts(sorted(counts), limits.vocab_size, params, samples)
     if samples and runner.num_drafts:  # a prompt's last tokens may be taken for drafts as well
-        step = msgspec.structs.replace(step, num_drafts=[min(count - 1, runner.num_drafts) for count in sorted(counts)])
+        drafts = [min(count - 1, runner.num_drafts) for count in sorted(counts)]
+        step = msgspec.structs.replace(step, num_drafts=drafts, num_guesses=runner.num_drafts)
     runner.execute(step).result()
     _free_rows(runner)
 

@@ -166,7 +166,7 @@ class Worker:
         if waiting and self.device.type == "cuda":
             self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
         limits = scratch_limits(model_config.vocab_size)
-        check.run(step_checks(subject, self._graphs(limits, decode_len=1), self.refused_graphs))
+        check.run(step_checks(subject, self._graphs(limits, decode_lens=(1,)), self.refused_graphs))
         self.notes += check.notes
         self.demoted = check.demoted
 
@@ -199,7 +199,7 @@ class Worker:
         limits = RunnerLimits(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, self.model_config.vocab_size
         )
-        graphs = without_graphs(self._graphs(limits, config.decode_len), self.refused_graphs)
+        graphs = without_graphs(self._graphs(limits, config.decode_lens), self.refused_graphs)
         drafter = make_drafter(config, self.draft, self.draft_context, self.kernels)
         self.runner = ModelRunner(
             self.model,
@@ -212,13 +212,13 @@ class Worker:
             pooling=self.model_config.pooling,
         )
 
-    def _graphs(self, limits: RunnerLimits, decode_len: int) -> GraphSettings | None:
+    def _graphs(self, limits: RunnerLimits, decode_lens: tuple[int, ...]) -> GraphSettings | None:
         if self.device.type != "cuda":
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
             most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
-            decode_lens=(decode_len,),
+            decode_lens=decode_lens,
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:

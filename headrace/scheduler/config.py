@@ -33,7 +33,7 @@ class SchedulerConfig:
     """Admit a request only if it is expected to run to its end beside the others. False: admit what fits now and
     preempt later, as vLLM does."""
     num_drafts: int = 0
-    """Draft tokens that each decode computes behind its last known one."""
+    """Most draft tokens that each decode computes behind its last known one."""
     draft_places: int = 0
     """Places behind the tokens of a step to which what guesses tokens may write keys and values of its own."""
 
@@ -61,10 +61,10 @@ class SchedulerConfig:
                 f"({self.max_model_len}) when chunked prefill is off: a prompt then runs in one step"
             )
 
-    def end_of_decode(self, computed: int) -> int:
+    def end_of_decode(self, computed: int, num_drafts: int) -> int:
         """Return how many tokens a request with `computed` ones has computed after one more decode, drafts included. A
         decode goes without drafts where these would pass max_model_len: block tables and positions end there."""
-        end = computed + 1 + self.num_drafts
+        end = computed + 1 + num_drafts
         return end if end <= self.max_model_len else computed + 1
 
     @property

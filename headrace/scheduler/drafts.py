@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from headrace.request import DraftCounts, EngineCoreOutput, Request
+from headrace.scheduler.draft_length import DraftLength
 from headrace.step import Logprobs, RunnerOutput
 
 
@@ -26,18 +27,20 @@ class Accepted(NamedTuple):
 
 
 def accept_drafts(
-    requests: Sequence[Request], num_drafts: Sequence[int], result: RunnerOutput, counts: DraftCounts
-) -> tuple[list[Accepted], DraftCounts]:
+    requests: Sequence[Request], num_drafts: Sequence[int], result: RunnerOutput, counts: DraftCounts,
+    length: DraftLength | None = None,
+) -> tuple[list[Accepted], DraftCounts]:  # fmt: skip
     """Correct the counts of a step's requests, and append all their new tokens but the last; return what each got, and
     `counts` with theirs. When the step was scheduled, all drafts counted as accepted. `requests` and `num_drafts` are
-    parallel; the list returned has one entry for each request that sampled."""
-    accepted = []
+    parallel; the list returned has one entry for each request that sampled. `length` learns how many were right."""
+    accepted, verified = [], []
     first = 0
     for request, drafts, count in zip(requests, num_drafts, result.num_sampled, strict=True):
         if not count:
             continue
         if drafts and request.finish_reason is None:
             counts = counts.after(drafts, count - 1)
+            verified.append((request, drafts, count - 1))
         request.num_inflight -= drafts
         request.num_computed_tokens -= 1 + drafts - count  # meaningless, and not read, if it was preempted meanwhile
         new = [0] if request.finish_reason else _up_to_end(request, result.token_ids[first : first + count])
@@ -47,6 +50,8 @@ def accept_drafts(
         accepted.append(Accepted(new, logprobs))
         request.token_ids += new[:-1]
         first += count
+    if length is not None:
+        length.learn(verified)
     return accepted, counts
 
 

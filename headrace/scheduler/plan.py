@@ -32,6 +32,14 @@ class StepPlan:
     block_updates: list[BlockUpdate] = field(default_factory=list)
     preempted: bool = False
     """True once a request was preempted because blocks were short."""
+    num_drafts: int = 0
+    """Drafts that each decode computes, so that all have as many. One that has none, since its prompt ends with this
+    token, computes what is left in its row, as it does where guesses are wrong."""
+
+    def going_on(self) -> list[Request]:
+        """Return the requests for which the step samples."""
+        ending = (one for one, count in self.chunks if one.num_computed_tokens + count == one.num_tokens)
+        return [*self.decodes, *ending]
 
     def requests(self) -> list[Request]:
         """Return all requests of the step in its order: decodes, then other single tokens, then longer chunks."""
@@ -61,20 +69,20 @@ class StepPlan:
 
     def commit(
         self, number: int, config: SchedulerConfig, freed_rows: list[int], cleared: list[int], copies: list[StateCopy],
-        grammars: bool,
+        grammars: bool, num_guesses: int,
     ) -> SchedulerOutput:  # fmt: skip
         """Count the planned tokens as computed and in flight, and return the plan as step `number`. `grammars`: some
-        requests may have one."""
+        requests may have one. `num_guesses`: tokens to guess behind each that samples."""
         decodes, num_drafts = self.decodes, []
         rows = [request.row for request in decodes]
         computed = [request.num_computed_tokens for request in decodes]
         counts, samples = [1] * len(decodes), [True] * len(decodes)
-        if config.num_drafts:
-            counts = [config.end_of_decode(done) - done for done in computed]
+        if self.num_drafts:
+            counts = [config.end_of_decode(done, self.num_drafts) - done for done in computed]
             num_drafts = [count - 1 for count in counts]
             if grammars:
                 num_drafts = [
-                    drafts if request.drafts_are_known else 0
+                    drafts if request.knows_drafts(drafts) else 0
                     for request, drafts in zip(decodes, num_drafts, strict=True)
                 ]
                 counts = [1 + drafts for drafts in num_drafts]
@@ -93,10 +101,14 @@ class StepPlan:
             reaches_end = request.num_computed_tokens == request.num_tokens
             samples.append(reaches_end)
             request.num_inflight += reaches_end
+        requests = self.requests()
+        if config.num_drafts:
+            for request, sampled in zip(requests, samples, strict=True):
+                request.num_guesses = num_guesses if sampled else 0
         masked = grammars and any(
-            request.matcher is not None and sampled for request, sampled in zip(self.requests(), samples, strict=True)
+            request.matcher is not None and sampled for request, sampled in zip(requests, samples, strict=True)
         )
         return SchedulerOutput(
             number, self.new_rows, freed_rows, self.block_updates, rows, computed, counts, samples, cleared, copies,
-            num_drafts, masked,
+            num_drafts, masked, num_guesses,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from headrace.request import (
     SchedulerStats,
 )
 from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.drafts import Accepted, accept_drafts, follow_grammar
 from headrace.scheduler.fair_queue import FairQueue
 from headrace.scheduler.forecast import LengthForecast
@@ -50,8 +51,10 @@ class Scheduler:
     """Decides steps and takes their results. Call `schedule` for the next step and `update` (or `fail`) with its
     result, in the order of the steps. Requests may be added and aborted at any time between these calls."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, draft_length: DraftLength | None = None) -> None:
+        """`draft_length` chooses how many tokens each step guesses; None: config.num_drafts, always."""
         self.config = config
+        self.draft_length = draft_length
         self.kv_cache = KVCacheManager(
             config.layout, config.num_pages, config.enable_prefix_caching, config.step_places, config.places
         )
@@ -185,7 +188,9 @@ class Scheduler:
         self._preempt_for_first_waiting(plan)
         partials = self._plan_decodes(plan)
         beside = None if plan.preempted else self._waiting_beside(partials)
-        decode_tokens = len(plan.decodes) * (1 + self.config.num_drafts)
+        if self.config.num_drafts:
+            plan.num_drafts = min((one.num_guesses for one in plan.decodes if one.num_guesses), default=0)
+        decode_tokens = len(plan.decodes) * (1 + plan.num_drafts)
         backlog = self.waiting.num_prompt_tokens
         for request in partials:
             backlog += request.num_tokens - request.num_computed_tokens
@@ -202,8 +207,11 @@ class Scheduler:
             self.kv_cache.take_snapshots(requests)
         number, self._next_step = self._next_step, self._next_step + 1
         self._steps[number] = requests
+        guesses, chooser = self.config.num_drafts, self.draft_length
+        if chooser is not None:
+            guesses = chooser.choose(plan.going_on())
         clears, copies = self.kv_cache.take_clears_and_copies()
-        return plan.commit(number, self.config, self.take_freed_rows(), clears, copies, self._num_matched > 0)
+        return plan.commit(number, self.config, self.take_freed_rows(), clears, copies, self._num_matched > 0, guesses)
 
     def masked_requests(self, step: SchedulerOutput) -> list[MaskedRequest]:
         """Return the unfinished requests for which a step samples under a grammar. The results of all steps before it
@@ -232,7 +240,8 @@ class Scheduler:
         are few of the latter, as only the last prompt of a step is cut, and each of those that share a step. They count
         among max_num_seqs, so the step's budget leaves at least one token for each."""
         decodes, block_size = plan.decodes, self.kv_cache.block_size
-        behind = self.config.num_drafts + self.config.draft_places
+        num_drafts, longest = self.config.num_drafts, self.config.max_model_len
+        behind = num_drafts + self.config.draft_places
         preempted, partials = False, []
         for request in self.running.items[:]:
             if preempted and request.status is not RequestStatus.RUNNING:
@@ -247,7 +256,7 @@ class Scheduler:
             if computed + behind < request.num_blocks * block_size:
                 decodes.append(request)
                 continue
-            if self._ensure_blocks(request, self.config.end_of_decode(computed), plan):
+            if self._ensure_blocks(request, min(computed + 1 + num_drafts, longest), plan):
                 decodes.append(request)
             preempted = plan.preempted
         return [request for request in partials if request.status is RequestStatus.RUNNING]
@@ -366,7 +375,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = computed
             request.admitted_step = self._next_step
-            request.drafts = ()
+            request.drafts, request.num_guesses = (), 0
             self.running.add(request)
             for group, (block_ids, first) in enumerate(zip(request.block_ids, request.first_blocks, strict=True)):
                 if block_ids[first:]:
@@ -390,7 +399,7 @@ class Scheduler:
         extras: Sequence[Logprobs | Accepted | None] = result.logprobs
         if step.num_drafts:
             requests = self._steps[step.step]
-            accepted, self._drafts = accept_drafts(requests, step.num_drafts, result, self._drafts)
+            accepted, self._drafts = accept_drafts(requests, step.num_drafts, result, self._drafts, self.draft_length)
             extras = accepted
             token_ids = [new.token_ids[-1] for new in accepted]
         matched = self._num_matched > 0
@@ -505,6 +514,11 @@ class Scheduler:
         return freed_rows
 
     # ---- looking in
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that decodes may have."""
+        return (self.config.num_drafts,) if self.draft_length is None else self.draft_length.lengths
 
     def has_work(self) -> bool:
         """Return whether any request is unfinished. Freed rows are no work: the next step will list them."""

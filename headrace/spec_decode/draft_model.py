@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +13,12 @@ from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
+from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Tables, rows_of
+
+CATCH_UP_TOKENS = 1024
+"""Most tokens that are computed at once of those that steps without guesses have left out."""
+LONGEST = 1 << 40
 
 
 class ModelDrafter:
@@ -30,6 +37,9 @@ class ModelDrafter:
         self.model, self.num_drafts, self.longest, self.kernels = model, num_drafts, longest, kernels
         self.num_layers = len(specs)
         self._groups = sorted({spec.group for spec in specs if spec is not None})
+        windows = [0 if spec.chunked else spec.sliding_window for spec in specs if spec and spec.sliding_window]
+        self._most_lag = max(0, min(windows, default=LONGEST) - 4 - 2 * num_drafts)
+        """blocks of tokens behind a window, or of the chunk before, may be others' by now"""
 
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         positions = metadata.positions
@@ -55,26 +65,7 @@ class ModelDrafter:
         fits = (known >= count) & (known < min(tables.max_model_len, self.longest))
         rows, known = torch.where(fits, rows, scratch), torch.where(fits, known, count)
         starts = torch.arange(0, (num_rows + 1) * count, count, dtype=torch.int32, device=rows.device)
-        slots: list[Any] = [None] * len(tables.block_tables)
-        for group in self._groups:
-            input_ids, positions, slots[group] = self.kernels.prepare_batch(
-                rows, known - count, starts, tables.token_table, tables.block_tables[group],
-                tables.block_sizes[group], num_rows * count,
-            )  # fmt: skip
-        metadata = AttentionMetadata(
-            rows=rows,
-            query_start_loc=starts,
-            seq_lens=known,
-            positions=positions,
-            slot_mappings=tuple(slots),
-            block_tables=tables.block_tables,
-            num_reqs=num_rows,
-            num_tokens=num_rows * count,
-            max_query_len=count,
-            max_seq_len=min(tables.max_model_len, longest + self.num_drafts),
-            num_decodes=num_rows if count == 1 else 0,
-        )
-        hidden = self.model(input_ids, positions, metadata, tables.caches)
+        hidden = self._compute(tables, rows, known - count, known, starts, num_rows * count, count, longest)
         logits = self.model.compute_logits(hidden[count - 1 :: count])
         place, params = rows.long(), tables.sampling.gather(rows.long())
         tokens: Tensor = self.kernels.gumbel_argmax(
@@ -82,3 +73,58 @@ class ModelDrafter:
         )
         tables.token_table[place, known.long()] = tokens.int()
         return tokens
+
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
+        device, scratch = tables.token_table.device, tables.token_table.shape[0] - 1
+        for whose, left, counts in _pieces(rows, np.minimum(lags, self._most_lag), CATCH_UP_TOKENS):
+            index, missing = to_device(whose.astype(np.int32), device), to_device(left.astype(np.int32), device)
+            first = tables.num_known.index_select(0, index) - 2 - missing
+            ends = first + to_device(counts.astype(np.int32), device)
+            fits = (first >= 0) & (ends <= min(tables.max_model_len, self.longest))
+            index, ends = torch.where(fits, index, scratch), torch.where(fits, ends, ends - first)
+            first = torch.where(fits, first, 0)
+            starts = to_device(np.concatenate(([0], counts.cumsum())).astype(np.int32), device)
+            most, num_tokens = int(counts.max()), int(counts.sum())
+            self._compute(tables, index, first, ends, starts, num_tokens, most, tables.max_model_len)
+
+    def _compute(
+        self, tables: Tables, rows: Tensor, first: Tensor, ends: Tensor, starts: Tensor, num_tokens: int, most: int,
+        longest: int,
+    ) -> Tensor:  # fmt: skip
+        """Compute the tokens of each row from position `first` up to `ends` [R] int32; return hidden states
+        # [num_tokens, hidden_size]. `starts` [R + 1] int32: where each row's tokens begin among them; `most`: of a row;
+        `longest`: an upper bound of known tokens."""
+        slots: list[Any] = [None] * len(tables.block_tables)
+        for group in self._groups:
+            input_ids, positions, slots[group] = self.kernels.prepare_batch(
+                rows, first, starts, tables.token_table, tables.block_tables[group], tables.block_sizes[group],
+                num_tokens,
+            )  # fmt: skip
+        metadata = AttentionMetadata(
+            rows=rows,
+            query_start_loc=starts,
+            seq_lens=ends,
+            positions=positions,
+            slot_mappings=tuple(slots),
+            block_tables=tables.block_tables,
+            num_reqs=len(rows),
+            num_tokens=num_tokens,
+            max_query_len=most,
+            max_seq_len=min(tables.max_model_len, longest + self.num_drafts),
+            num_decodes=len(rows) if most == 1 else 0,
+        )
+        hidden: Tensor = self.model(input_ids, positions, metadata, tables.caches)
+        return hidden
+
+
+def _pieces(
+    rows: np.ndarray, lags: np.ndarray, most_tokens: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield parts of at most `most_tokens` tokens that together are the `lags` tokens of each row, in order: the rows
+    of each, how many tokens they lag before it, and how many of these it has."""
+    ends = lags.cumsum()
+    for begin in range(0, int(ends[-1]), most_tokens):
+        done = np.clip(begin - (ends - lags), 0, lags)
+        counts = np.clip(begin + most_tokens - (ends - lags), 0, lags) - done
+        has = counts > 0
+        yield rows[has], (lags - done)[has], counts[has]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from headrace.attention.batch import Batch
@@ -35,10 +37,8 @@ class Tables:
 class Drafter(Protocol):
     """Guesses the tokens that follow the known ones of a row. Wrong guesses cost time and nothing else."""
 
-    @property
-    def num_drafts(self) -> int:
-        """Guesses for each row."""
-        ...
+    num_drafts: int
+    """Guesses for each row."""
 
     @property
     def num_layers(self) -> int:
@@ -58,6 +58,22 @@ class Drafter(Protocol):
         It is called after each step that samples. With layers it is captured in a graph for steps of decodes. It must
         not run out of memory: the step would be computed again, though its tokens are known already."""
         ...
+
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
+        """Take in what steps computed behind which nothing was guessed: of each row in `rows` the `lags` tokens before
+        the last two known ones. It is called before guesses are asked for again, if it has layers. It must not run out
+        of memory."""
+        ...
+
+
+D = TypeVar("D", bound=Drafter)
+
+
+def shortened(drafter: D, num_drafts: int) -> D:
+    """Return a drafter that makes fewer guesses, and shares all else with `drafter`."""
+    other = copy.copy(drafter)
+    other.num_drafts = num_drafts
+    return other
 
 
 def rows_of(batch: Batch, sampled: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from headrace.attention.batch import Batch
@@ -12,7 +13,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.spec_decode.drafter import Tables, rows_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class NgramDrafter:
     """Looks the last tokens of each row up in the row itself (kernels/ngram.py)."""
 
@@ -25,6 +26,9 @@ class NgramDrafter:
     num_layers = 0
 
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
+        """Do nothing: the tokens are in the row."""
+
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
         """Do nothing: the tokens are in the row."""
 
     def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> None:

@@ -31,6 +31,7 @@ from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import MaskedStep
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.scheduler import Scheduler
 from headrace.spec_decode.draft_model import ModelDrafter
 from headrace.spec_decode.drafter import Drafter
@@ -94,7 +95,7 @@ def make_runner(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )
     if settings is not None and drafter is not None:
-        settings = replace(settings, decode_lens=(1 + drafter.num_drafts,))
+        settings = replace(settings, decode_lens=tuple({1, 1 + drafter.num_drafts}))
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
     return ModelRunner(model, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
 
@@ -128,6 +129,7 @@ def make_core(
     warmup_sizes: Sequence[tuple[int, int]] = (),
     executor: Callable[[ModelRunner], InThisProcess] = InThisProcess,
     compiler: GrammarCompiler | None = None,
+    draft_length: DraftLength | None = None,
 ) -> EngineCore:
     runner.allocate(num_blocks)
     sizes = (
@@ -147,7 +149,7 @@ def make_core(
     )
     worker = WorkerFacts("cpu", "recorded", 0, 0, same_layout(BLOCK_SIZE), 0, "", warmup_sizes=list(warmup_sizes))
     facts = CoreFacts(config, [], [worker], num_blocks)
-    return EngineCore(facts, Scheduler(scheduler), executor(runner), compiler=compiler)  # type: ignore[arg-type]
+    return EngineCore(facts, Scheduler(scheduler, draft_length), executor(runner), compiler=compiler)  # type: ignore[arg-type]
 
 
 def traffic(grammars: bool = True) -> list[EngineCoreRequest]:

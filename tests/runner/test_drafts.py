@@ -19,6 +19,7 @@ from headrace.engine.core import EngineCore
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep, MaskedStep
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
+from headrace.scheduler.draft_length import DraftLength
 from headrace.spec_decode.drafter import Tables, rows_of
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
@@ -89,14 +90,17 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 def make_drafting(
     kind: str, num_drafts: int, answers: Answers, compiler: GrammarCompiler, mode: str = "NONE",
-    executor: type[InThisProcess] = RunsAhead,
+    executor: type[InThisProcess] = RunsAhead, wavers: bool = False,
 ) -> tuple[ModelRunner, EngineCore]:  # fmt: skip
+    """`wavers`: the number of drafts changes all the time."""
     if kind == "own":
         runner = make_runner("llama", mode, own_drafts=num_drafts)
     else:
         sequences = {r.seed: r.prompt_token_ids + answers[r.seed][0] for r in traffic()}
         runner = make_runner("llama", mode, drafter=ScriptedDrafter(kind, num_drafts, sequences))
-    return runner, make_core(runner, num_blocks=30, executor=executor, compiler=compiler)
+    costs = random.Random(3)
+    length = DraftLength((0, 1, num_drafts), lambda *_: 0.5 + costs.random()) if wavers else None
+    return runner, make_core(runner, 30, executor=executor, compiler=compiler, draft_length=length)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +141,7 @@ def test_tokens_are_those_without_drafts(
     if kind in ("right", "own"):
         assert len(core._executor.steps) < num_steps * 0.75  # type: ignore[attr-defined]
     if mode.startswith("FULL"):
-        decodes = {shape for shape in shapes_of(runner.graphs) if shape.decode}
+        decodes = {shape for shape in shapes_of(runner.graphs) if shape.decode and shape.num_tokens > shape.num_reqs}
         assert decodes
         assert all(shape.num_tokens == shape.num_reqs * (1 + num_drafts) for shape in decodes)
 
@@ -187,6 +191,22 @@ class LessMemory(InParts):
             return execute_with_less_memory(self.runner, NoMemory(), step, "no memory", masks)  # type: ignore[arg-type]
         finally:
             self.runner.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("random", "NONE"), ("own", "FULL_AND_PIECEWISE"), ("right", "FULL"), ("own", "NONE")]
+)
+def test_the_number_of_drafts_may_change_from_step_to_step(
+    kind: str, mode: str, expected: tuple[Answers, int], compiler: GrammarCompiler
+) -> None:
+    runner, core = make_drafting(kind, 3, expected[0], compiler, mode, wavers=True)
+    check(serve(core), expected[0])
+    steps = core._executor.steps  # type: ignore[attr-defined]
+    assert {max(step.num_drafts, default=0) for step in steps} == {0, 1, 3}
+    assert {step.num_guesses for step in steps} == {0, 1, 3}
+    if mode == "FULL":
+        shapes = {shape.num_tokens // shape.num_reqs for shape in shapes_of(runner.graphs) if shape.decode}
+        assert {1, 4} <= shapes
 
 
 @pytest.mark.parametrize("executor", [TokenByToken, LessMemory])

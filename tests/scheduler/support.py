@@ -159,6 +159,8 @@ class FakeDevice:
         self.drafts = drafts
         self.owner: dict[int, Script] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.num_guesses: dict[int, int] = {}
+        """row -> how many drafts are behind its newest token"""
         self.block_tables: dict[int, list[dict[int, int]]] = {}
         """row -> of each group: place -> block"""
         self.kv: dict[tuple[int, int, int], int] = {}
@@ -177,6 +179,7 @@ class FakeDevice:
             assert new == NewRow(new.row, asked.prompt_token_ids, asked.params, stops, [], asked.seed, output)
             self.tokens[new.row] = asked.prompt_token_ids + output
             assert self.tokens[new.row] == script.tokens[: len(self.tokens[new.row])]
+            self.num_guesses[new.row] = 0
             self.block_tables[new.row] = [{} for _ in self.layout.groups]
         self._clear(step.cleared_pages)
         for copy in step.state_copies:
@@ -196,6 +199,7 @@ class FakeDevice:
             computed = min(bound, len(self.tokens[row]) - 1)  # the host knows a bound
             assert computed == bound or samples, "a prompt whose length the host does not know"
             batch.append((row, computed, count, samples, drafts))
+        assert not any(step.num_drafts) or max(step.num_drafts) <= max(self.num_guesses[row] for row in step.rows)
         for row, computed, count, _, drafts in batch:
             self._write(row, computed, count - drafts, drafts)
         for row, computed, count, _, drafts in batch:
@@ -276,8 +280,10 @@ class FakeDevice:
                     break
             tokens += new
             sampled += new
-            if samples and script.complete_after:
-                proposed[row] = [self._guessed(row, len(tokens) + place) for place in range(4)]
+            if samples:
+                self.num_guesses[row] = step.num_guesses
+            if samples and script.complete_after and step.num_guesses:
+                proposed[row] = [self._guessed(row, len(tokens) + place) for place in range(step.num_guesses)]
             num_sampled.append(len(new))
             logprobs += [Logprobs([token], [-2.0], 1) if params.logprobs is not None else None for token in new]
         return RunnerOutput(

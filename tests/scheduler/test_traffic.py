@@ -1,16 +1,17 @@
 """Thousands of random traffic histories against a fake device that knows what every read must find.
 
 Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
-steps in flight, up to four drafts a decode, all of them right, wrong or either), what layers keep (everything, windows,
-chunks, states, several of these over shared pages), who sends what (one by one, several together, by several clients)
-and a list of operations: add, schedule, take a result, abort, fail. A third of the requests has a grammar, which is
-complete or fails after some tokens. After every operation the books must balance; at the end every request has exactly
-the tokens its script dictates.
+steps in flight, up to four drafts a decode, always as many or not, all of them right, wrong or either), what layers
+keep (everything, windows, chunks, states, several of these over shared pages), who sends what (one by one, several
+together, by several clients) and a list of operations: add, schedule, take a result, abort, fail. A third of the
+requests has a grammar, which is complete or fails after some tokens. After every operation the books must balance; at
+the end every request has exactly the tokens its script dictates.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layou
 from headrace.errors import RequestError
 from headrace.request import EngineCoreOutput, FinishReason, Request, RequestStatus
 from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.kv_cache_manager import Prefix
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
@@ -44,10 +46,17 @@ class Received:
 
 
 class Traffic:
-    def __init__(self, config: SchedulerConfig, scripts: list[Script], depth: int, drafts: str = "right") -> None:
+    def __init__(
+        self, config: SchedulerConfig, scripts: list[Script], depth: int, drafts: str = "right", seed: int = 0
+    ) -> None:
+        """`seed`: of the costs by which the number of drafts changes; 0: it does not."""
         self.config = config
         self.depth = depth
-        self.scheduler = Scheduler(config)
+        length, costs = None, random.Random(seed)
+        if seed:
+            lengths = sorted({0, -(-config.num_drafts // 2), config.num_drafts})
+            length = DraftLength(lengths, lambda *_: 0.1 + costs.random())
+        self.scheduler = Scheduler(config, length)
         self.find_cached, self.scheduler.kv_cache.find_cached = self.scheduler.kv_cache.find_cached, self.found
         self.device = FakeDevice(config.layout, scripts, drafts)
         self.upcoming = deque(scripts)
@@ -175,7 +184,8 @@ class Traffic:
         known = [count - drafts for count, drafts in zip(step.num_scheduled_tokens, step.num_drafts, strict=False)]
         known = known or step.num_scheduled_tokens
         assert known == sorted(known, key=lambda count: count > 1)
-        assert set(step.num_drafts) <= {0, self.config.num_drafts}
+        assert set(step.num_drafts) <= {0, max(step.num_drafts, default=0)}
+        assert max(step.num_drafts, default=0) <= self.config.num_drafts
         assert {update.row for update in step.block_updates} <= set(step.rows)
         matched = {request.row for request in self.scheduler.running.items if request.matcher is not None}
         sampling = {row for row, samples in zip(step.rows, step.samples, strict=True) if samples}
@@ -435,7 +445,8 @@ def random_traffic(data: st.DataObject) -> None:
     operations = data.draw(st.lists(st.integers(0, 255), max_size=50))
     drafts = data.draw(st.sampled_from(["right", "wrong", "random"])) if config.num_drafts else "right"
     unlucky = data.draw(st.sampled_from([0, 0, 3, 7]))
-    Traffic(config, scripts, depth, drafts).run(operations, unlucky)
+    seed = data.draw(st.sampled_from([0, 1, 2])) if config.num_drafts else 0
+    Traffic(config, scripts, depth, drafts, seed).run(operations, unlucky)
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))

@@ -4,6 +4,7 @@ with stop strings, several choices, prompts that begin alike and a cache so smal
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import headrace
 from headrace import LLM, SamplingParams, StructuredOutputsParams
+from headrace.engine import build
 from headrace.errors import ConfigError
-from headrace.request import RequestOutput
+from headrace.request import Request, RequestOutput
+from headrace.scheduler.draft_length import DraftLength
+from headrace.spec_decode import draft_model
 from tests.runner.harness import LLAMA
 
 DEMO = Path(headrace.__file__).parent / "demo_model"
@@ -100,18 +104,31 @@ def test_answers_are_those_without(
     assert first in shown
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_guesses_what_it_would_write_itself(temperature: float) -> None:
-    """Its cache is filled by chunks of prompts and from the prefix cache, and grows with every guess; what it draws are
-    the model's own random numbers."""
+class Wavering(DraftLength):
+    """Guesses many, none, few, and none for long."""
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        self.steps = getattr(self, "steps", 0) + 1
+        return [3, 3, 3, 0, 2, 2, 0, 0, 0, 3, 0, 2, 3, *[0] * 9, 2, 2][self.steps % 24]
+
+
+@pytest.mark.parametrize(("temperature", "wavers"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_a_model_guesses_what_it_would_write_itself(
+    temperature: float, wavers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache is filled by chunks of prompts and from the prefix cache, and grows with every guess; it catches up
+    where steps have gone without. What it draws are the model's own random numbers."""
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=33, ignore_eos=True)
-    given = DRAFTERS["the model itself"]
+    given = {**DRAFTERS["the model itself"], "adaptive": wavers}
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 7)
+    if wavers:
+        monkeypatch.setattr(build, "DraftLength", Wavering)
     with LLM("demo", **{**SMALL, "max_num_batched_tokens": 24}, dtype="float32", speculative_config=given) as llm:
         for _ in range(2):
             llm.generate(PROMPTS[:3], params, use_tqdm=False)
         counts = llm.stats().drafts
         assert llm.stats().prefix_cache_hits > 0
-    assert counts.num_accepted == counts.num_tokens
+    assert counts.num_accepted == counts.num_tokens > 40
 
 
 def test_two_ranks_guess_alike(plain: list[RequestOutput]) -> None:

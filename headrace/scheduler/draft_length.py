@@ -1,0 +1,225 @@
+"""Chooses step by step how many tokens are guessed behind each request, from how many guesses were right and what steps
+cost; 0 is among the choices, so that guessing is never slower than not guessing.
+
+One length holds for all requests of a step, so that a step of decodes is one graph. A length is worth the tokens that a
+step is expected to give, over the seconds that it takes (the goodput of Liu 2024). Expected tokens follow from the
+rates at which the first guess is right, the second where the first was, and so on; each request's own record raises or
+lowers them. Seconds are those predicted, corrected by those observed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.request import Request
+from headrace.step import SchedulerOutput
+
+Costs = Callable[[int, float, int, int], float]
+"""(requests, mean context, length, lag) -> predicted seconds of a step that verifies `length` guesses of each request
+and makes as many, what guesses lagging `lag` tokens behind"""
+ASSUMED, ASSUMED_WEIGHT = 0.6, 4.0
+"""How often a guess is taken to be right where none was verified, and how many verified ones this counts for."""
+OWN_WEIGHT, MOST_OWN = 4.0, 128.0
+"""Right guesses that all requests' rates count for beside a request's own record, and the most that this holds."""
+FEWEST_STEPS, FEWEST_GUESSES = 32, 512
+"""What is verified is forgotten over so many steps, or so many guesses if those are more."""
+MOST_RATE = 0.98
+MARGIN = 0.25
+"""A length is left where another is better by this share over the square root of the guesses known."""
+PROBE_GUESSES = 8
+"""Another length is tried for a step more than it takes to verify the guesses of so many requests."""
+PROBE_EVERY = 64
+"""Fewest steps between two trials."""
+PROBE_MEMORY = 16.0
+"""Guesses that all of what was verified before counts for, when a trial begins after steps without guesses."""
+PROBE_SHARE = 0.005
+"""Share of all time that may be lost by trials."""
+SKIPPED, WEIGHT = 2, 0.125
+"""Observed times of a length that are not counted, since kernels load and graphs are captured, and the weight of each
+later one."""
+PLAIN_STEPS = SKIPPED + 2
+"""Steps without guesses that are looked at where a number of requests is new."""
+EVERY = 4
+"""The choice is made anew every so many steps, or when the number of requests changes."""
+
+
+@dataclass
+class _Observed:
+    """Compares observed seconds with predicted ones."""
+
+    steps: int = 0
+    ratio: float = 1.0
+
+    def add(self, ratio: float) -> None:
+        self.steps += 1
+        if self.steps == SKIPPED + 1:
+            self.ratio = ratio
+        elif self.steps > SKIPPED:  # one that took much longer met something else
+            self.ratio += WEIGHT * (min(ratio, 2 * self.ratio) - self.ratio)
+
+
+class DraftLength:
+    """Keeps what is known of guesses and of the costs of steps, and the length that holds. Call `choose` for each step
+    and `learn` with what a step's result says; `observe` takes the times of steps."""
+
+    def __init__(self, lengths: Sequence[int], costs: Costs) -> None:
+        """`lengths`: those that a step may have, 0 included, in ascending order."""
+        self.lengths = tuple(lengths)
+        self.current = 0
+        """The best length, as far as is known; steps have another while that is tried."""
+        self._costs = costs
+        self._right, self._tried = [0.0] * self.lengths[-1], [0.0] * self.lengths[-1]
+        """by place among a step's guesses: those that were right, and those whose predecessors all were"""
+        self._rates = [ASSUMED] * self.lengths[-1]
+        self._observed: dict[tuple[int, int], _Observed] = {}
+        """(length, bits of the number of requests) -> how predictions compare"""
+        self._plain_left: dict[int, int] = {}
+        """bits of the number of requests -> how many more of their steps may be without guesses to see their cost"""
+        self._count = self._since_choice = self._idle = 0
+        self._trial: int | None = None
+        """the length that is tried, for `_trial_left` steps more"""
+        self._trial_left = 0
+        self._since_trial = 0
+        self._tried_last = 0
+        self._allowance = math.inf
+        """seconds that a trial may lose; the first one may lose any"""
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        """Return how many tokens to guess behind each of `requests`, those of a step that will go on."""
+        count = len(requests)
+        if not count:
+            return self.current
+        self._since_choice += 1
+        if count != self._count or self._since_choice >= EVERY:
+            self._choose(requests)
+        length = self.current if self._trial is None else self._trial
+        if self._looks_at_plain_steps(count):
+            length = 0
+        elif self._trial is not None:
+            self._trial_left -= 1
+            if not self._trial_left:
+                self._trial = None
+        self._idle = 0 if length else self._idle + 1
+        return length
+
+    def _looks_at_plain_steps(self, count: int) -> bool:
+        """Tell whether steps of about so many requests begin without guesses, so that it is known what these cost."""
+        bits = count.bit_length()
+        left = self._plain_left.get(bits, 2 * PLAIN_STEPS)
+        known = self._observed.get((0, bits))
+        if not left or (known is not None and known.steps >= PLAIN_STEPS):
+            return False
+        self._plain_left[bits] = left - 1
+        return True
+
+    def _choose(self, requests: Sequence[Request]) -> None:
+        count, steps = len(requests), self._since_choice
+        self._count, self._since_choice = count, 0
+        context = sum(request.num_computed_tokens for request in requests) / count
+        tokens, known = self._expected_tokens(requests)
+        seconds = {length: self.seconds(count, context, length) for length in self.lengths}
+        values = {length: tokens[length] / seconds[length] for length in self.lengths}
+        best = max(values, key=lambda length: values[length])
+        if values[best] > values[self.current] * (1 + MARGIN / math.sqrt(known)):
+            self.current = best
+        if self._trial is not None:
+            return
+        self._since_trial += steps
+        self._allowance += PROBE_SHARE * steps * seconds[self.current]
+        other = self._next_trial()
+        lag = 0 if self.current or not other else self._idle
+        probe_steps = 1 + -(-PROBE_GUESSES // count)
+        lost = probe_steps * (seconds[other] - count / values[self.current])
+        lost += self.seconds(count, context, other, lag) - seconds[other]
+        if self._since_trial >= PROBE_EVERY and self._allowance >= lost:
+            self._trial, self._trial_left, self._tried_last = other, probe_steps, other
+            self._since_trial, self._allowance = 0, 0.0
+            if not self.current:
+                self._forget(requests)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Let what was verified before count for little, so that a trial shows what holds now."""
+        kept = min(1.0, PROBE_MEMORY / max(self._tried[0], PROBE_MEMORY))
+        self._right = [kept * count for count in self._right]
+        self._tried = [kept * count for count in self._tried]
+        for request in requests:
+            request.guesses_right = request.guesses_expected = 0.0
+
+    def _next_trial(self) -> int:
+        """Return the length after the one that was tried last, other than the current one."""
+        others = [length for length in self.lengths if length != self.current]
+        return next((length for length in others if length > self._tried_last), others[0])
+
+    def seconds(self, count: int, context: float, length: int, lag: int = 0) -> float:
+        """Return what a step costs: as predicted, corrected by what was observed of such steps, or else of others with
+        as many requests, or of the length."""
+        bits = count.bit_length()
+        known = {key: one.ratio for key, one in self._observed.items() if one.steps > SKIPPED}
+        ratio = known.get((length, bits))
+        if ratio is None:
+            alike = [value for (_, other), value in known.items() if other == bits]
+            alike = alike or [value for (other, _), value in known.items() if other == length]
+            ratio = sum(alike) / len(alike) if alike else 1.0
+        return ratio * self._costs(count, context, length, lag)
+
+    def _expected_tokens(self, requests: Sequence[Request]) -> tuple[dict[int, float], float]:
+        """Return the tokens that a step of each length is expected to give, and how many guesses this is known by."""
+        sums = [0.0] * (self.lengths[-1] + 1)
+        known = ASSUMED_WEIGHT
+        for request in requests:
+            known += request.guesses_expected
+            strength = (OWN_WEIGHT + request.guesses_right) / (OWN_WEIGHT + request.guesses_expected)
+            chance = 1.0
+            for place, rate in enumerate(self._rates, start=1):
+                chance *= min(MOST_RATE, rate * strength)
+                sums[place] += chance
+        totals, total = {}, float(len(requests))
+        for length in range(self.lengths[-1] + 1):
+            total += sums[length]
+            if length in self.lengths:
+                totals[length] = total
+        return totals, known
+
+    def learn(self, verified: Sequence[tuple[Request, int, int]]) -> None:
+        """Take in a step's result: requests with the numbers of their guesses that were verified and accepted. A little
+        of all before is forgotten."""
+        kept = 1 - min(1 / FEWEST_STEPS, len(verified) / FEWEST_GUESSES)
+        right, tried = ([kept * count for count in counts] for counts in (self._right, self._tried))
+        for _, guesses, accepted in verified:
+            for place in range(min(accepted + 1, guesses)):
+                tried[place] += 1
+                right[place] += place < accepted
+        self._right, self._tried = right, tried
+        self._rates = [
+            (one + ASSUMED_WEIGHT * ASSUMED) / (all_ + ASSUMED_WEIGHT) for one, all_ in zip(right, tried, strict=True)
+        ]
+        expected = _sums(self._rates)
+        for request, guesses, accepted in verified:
+            request.guesses_right += accepted
+            request.guesses_expected += expected[guesses]
+            if request.guesses_expected > MOST_OWN:
+                request.guesses_right /= 2
+                request.guesses_expected /= 2
+
+    def observe(self, step: SchedulerOutput, seconds: float) -> None:
+        """Take in the seconds of a step. It tells something if it is one of decodes that all verify as many guesses as
+        are made behind them."""
+        count, length = len(step.rows), step.num_guesses
+        if step.new_rows or not all(step.samples) or step.num_scheduled_tokens != [1 + length] * count:
+            return
+        if length and step.num_drafts != [length] * count:
+            return
+        context = sum(step.num_computed_tokens) / count
+        key = length, count.bit_length()
+        self._observed.setdefault(key, _Observed()).add(seconds / self._costs(count, context, length, 0))
+
+
+def _sums(rates: Sequence[float]) -> list[float]:
+    """Return how many of the first 0, 1, 2, ... guesses are expected to be right."""
+    sums, chance = [0.0], 1.0
+    for rate in rates:
+        chance *= rate
+        sums.append(sums[-1] + chance)
+    return sums
