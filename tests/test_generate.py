@@ -33,18 +33,19 @@ NEVER = [0]
 """Not among the answers. One that could end at any token is expected to be short, so that a small pool is filled."""
 VARIANTS = {
     "as it comes": {},
-    "a budget of 16 tokens": {"max_num_batched_tokens": 16},
     "no prefix caching": {"enable_prefix_caching": False},
-    "blocks of 1": {"block_size": 1},
     "no chunked prefill": {"enable_chunked_prefill": False},
-    "a pool that forces preemption": {"num_gpu_blocks_override": 14, "max_model_len": 192},
     "two tensor-parallel ranks": {"tensor_parallel_size": 2},
 }
 MORE_VARIANTS = {
+    "a budget of 16 tokens": {"max_num_batched_tokens": 16},
+    "blocks of 1": {"block_size": 1},
+    "a pool that forces preemption": {"num_gpu_blocks_override": 14, "max_model_len": 192},
     "blocks of 64": {"block_size": 64},
     "no async scheduling": {"async_scheduling": False},
     "one at a time": {"max_num_seqs": 1},
 }
+"""Chunks, small blocks and preemption are test_windows.py's too, for families that keep each kind of thing."""
 
 
 @cache

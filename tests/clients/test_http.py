@@ -15,6 +15,8 @@ import pytest
 from tests.clients.tasks import TOOLS, Task
 from tests.scripted.engine import Scripted, ScriptedServers
 from tests.scripted.families import FAMILIES, Call, Said
+from tests.server.fake_engine import events
+from tests.server.test_chat_parsing import put_together
 from tests.speed import PATIENCE
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
@@ -45,59 +47,17 @@ def whole(http: httpx.Client, scripted: Scripted, **fields: Any) -> dict[str, An
 def streamed(http: httpx.Client, scripted: Scripted, **fields: Any) -> dict[str, Any]:
     """The choice that a stream's chunks add up to, in the shape of a whole one. Every chunk is checked."""
     fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
-    chunks: list[dict[str, Any]] = []
-    with http.stream("POST", f"{scripted.url}/v1/chat/completions", json=fields) as answer:
-        assert answer.status_code == 200, answer.read()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        parts = "".join(answer.iter_text()).split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    for part in parts[:-2]:
-        assert part.startswith("data: ")
-        assert "\n" not in part
-        chunks.append(json.loads(part.removeprefix("data: ")))
-    *deltas, usage = chunks
-    assert usage["choices"] == []
+    answer = http.post(f"{scripted.url}/v1/chat/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    *chunks, usage, done = events(answer)
+    assert (done, usage["choices"]) == ("[DONE]", [])
     assert usage["usage"]["completion_tokens"] > 0
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    assert chunks[0]["object"] == "chat.completion.chunk"
-    return _joined([chunk["choices"] for chunk in deltas])
-
-
-def _joined(lists: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": None, "content": None, "reasoning": None, "tool_calls": []}
-    finish = None
-    for number, choices in enumerate(lists):
-        (choice,) = choices
-        assert choice["index"] == 0
-        assert finish is None, "something follows the finish reason"
-        delta, finish = choice["delta"], choice["finish_reason"]
-        assert (delta.get("role") == "assistant") == (number == 0), "the role comes first, and once"
-        message["role"] = message["role"] or delta.get("role")
-        assert delta.get("reasoning") == delta.get("reasoning_content")
-        for name in ("content", "reasoning"):
-            if delta.get(name):
-                message[name] = (message[name] or "") + delta[name]
-        assert delta.get("tool_calls") != []
-        for part in delta.get("tool_calls") or []:
-            _add_call(message["tool_calls"], part)
-    if not message["tool_calls"]:
-        del message["tool_calls"]
-    return {"index": 0, "message": message, "finish_reason": finish}
-
-
-def _add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add a part of a call: id, type and name come first, once, and then only arguments."""
-    index, function = part["index"], part["function"]
-    if index == len(calls):
-        assert part["type"] == "function"
-        assert part["id"]
-        assert function["name"]
-        calls.append({"id": part["id"], "type": "function", "function": {"name": function["name"], "arguments": ""}})
-    else:
-        assert index == len(calls) - 1, "calls come one after the other"
-        assert not part.get("id")
-        assert not function.get("name")
-    calls[index]["function"]["arguments"] += function.get("arguments") or ""
+    assert {chunk["object"] for chunk in (*chunks, usage)} == {"chat.completion.chunk"}
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in (*chunks, usage)}) == 1
+    found = put_together(chunks)
+    message = {"role": "assistant", "content": found["content"], "reasoning": found["reasoning"]}
+    calls = {"tool_calls": found["calls"]} if found["calls"] else {}
+    return {"index": 0, "message": message | calls, "finish_reason": found["finish"]}
 
 
 def ask(http: httpx.Client, scripted: Scripted, stream: bool, **fields: Any) -> dict[str, Any]:

@@ -45,9 +45,13 @@ def without_ids(calls: list[dict[str, Any]] | None) -> Any:
 
 
 def joined(app: Starlette, index: int = 0, **fields: Any) -> dict[str, Any]:
+    return put_together(events(chat(app, stream=True, **fields))[:-1], index)
+
+
+def put_together(stream: list[Any], index: int = 0) -> dict[str, Any]:
     """A streamed choice, put together as a client does; the rules for deltas are checked on the way."""
     found: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "tokens": [], "ids": [], "finish": None}
-    chunks = [chunk["choices"][0] for chunk in events(chat(app, stream=True, **fields))[:-1] if chunk["choices"]]
+    chunks = [chunk["choices"][0] for chunk in stream if chunk["choices"]]
     chunks = [chunk for chunk in chunks if chunk["index"] == index]
     assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
     for chunk in chunks:
@@ -66,6 +70,8 @@ def joined(app: Starlette, index: int = 0, **fields: Any) -> dict[str, Any]:
         for call in delta.get("tool_calls", []):
             if call["index"] == len(found["calls"]):
                 assert call["type"] == "function"
+                assert call["id"]
+                assert call["function"]["name"]
                 assert call["function"]["arguments"] == ""
                 found["calls"].append({"id": call["id"], "type": "function", "function": call["function"]})
             else:
