@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from headrace.model_spec import STATE_BYTES, Attention, LatentAttention, Mixer, ModelSpec
+from headrace.stages import WHOLE, Stage
 
 CacheKind = Literal["full", "window", "chunk", "latent", "state"]
 ALIGNMENT = 256
@@ -137,8 +138,12 @@ def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:
     return CacheLayout((CacheGroup((), "full", None, block_size, block_bytes, 1, block_bytes),), block_bytes)
 
 
-def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) -> CacheLayout:
-    """Return what one of `ranks` caches of a model, if a cached value has `itemsize` bytes."""
+def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int, stage: Stage = WHOLE) -> CacheLayout:
+    """Return what one of `ranks` of a pipeline stage caches of a model, if a cached value has `itemsize` bytes.
+
+    All stages have the same groups with as many blocks in a page, so that a step means the same to each; a page is only
+    as large as the stage's own layers need. Layers count from the stage's first.
+    """
     members: dict[tuple[CacheKind, int | None, tuple[int, ...]], dict[int, tuple[int, ...]]] = {}
     held: dict[int, tuple[CacheKind, tuple[int, ...]]] = {}
     for index, layer in enumerate(spec.layers):
@@ -149,16 +154,24 @@ def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) ->
         if any(sizes):
             alike = () if kind == "latent" else sizes
             members.setdefault((kind, mixer.window, alike), {})[index] = sizes
-    groups = []
+    stages = [stage] if stage.is_only else [Stage(number, stage.partition) for number in range(len(stage.partition))]
+    numbers = range(len(spec.layers))
+    groups, units, fullest = [], [], []
     for (kind, window, _), of in members.items():
         tokens = 1 if kind == "state" else block_size
-        groups.append(CacheGroup(tuple(of), kind, window, block_size, sum(map(sum, of.values())) * tokens))
-    blocks = [group.block_bytes for group in groups]
-    units = [
-        ALIGNMENT if kind == "state" else math.lcm(ALIGNMENT, *{size for each in of.values() for size in each})
-        for (kind, *_), of in members.items()
-    ]
-    page, counts = _best_page(blocks, units) if len(groups) > 1 else (sum(blocks), [1] * len(groups))
+        bytes_of = [tokens * sum(sum(of.get(layer, ())) for layer in numbers[each.layers]) for each in stages]
+        own = tuple(layer - stage.first for layer in numbers[stage.layers] if layer in of)
+        groups.append(CacheGroup(own, kind, window, block_size, bytes_of[stage.number]))
+        fullest.append(max(bytes_of))
+        sizes_of_group = {size for each in of.values() for size in each}
+        units.append(ALIGNMENT if kind == "state" else math.lcm(ALIGNMENT, *sizes_of_group))
+    if len(groups) < 2:
+        page, counts = max(1, sum(group.block_bytes for group in groups)), [1] * len(groups)
+    else:
+        page, counts = _best_page(fullest, units)
+        if not stage.is_only:
+            own_bytes = [count * group.block_bytes for count, group in zip(counts, groups, strict=True)]
+            page = max(1, _aligned(max(own_bytes), counts, units))
     paged = [
         replace(group, blocks_per_page=count, block_stride=page // count)
         for group, count in zip(groups, counts, strict=True)
@@ -202,11 +215,17 @@ def _best_page(sizes: list[int], units: list[int]) -> tuple[int, list[int]]:
         most = [blocks // size for size in sizes]
         powers = [1 << count.bit_length() - 1 for count in most]  # their common multiples are smaller
         for counts in (most, powers):
-            common = math.lcm(*(count * unit for count, unit in zip(counts, units, strict=True)))
-            page = -(-blocks // common) * common
+            page = _aligned(blocks, counts, units)
             waste = max(1 - count * size / page for count, size in zip(counts, sizes, strict=True))
             if waste < best[0] and (page <= limit or not best[1]):
                 best = waste, page, counts
         if best[0] <= MOST_WASTE:
             break
     return best[1:]
+
+
+def _aligned(size: int, counts: list[int], units: list[int]) -> int:
+    """Return the bytes of the smallest page of at least `size`, if it holds so many blocks of each group at strides
+    that are multiples of `units`."""
+    common = math.lcm(*(count * unit for count, unit in zip(counts, units, strict=True)))
+    return -(-size // common) * common

@@ -20,6 +20,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.speculation import Speculation
+from headrace.stages import parse_partition
 
 
 def knob(
@@ -215,6 +216,19 @@ class EngineConfig:
     tensor_parallel_size: int = knob(
         1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
     )
+    pipeline_parallel_size: int = knob(
+        1,
+        "Stages over which the layers are divided, each on GPUs of its own.",
+        minimum=1,
+        short="-pp",
+        group="parallel",
+    )
+    pp_layer_partition: str | None = knob(
+        None,
+        "Layers of each pipeline stage, e.g. `18,14`; default: stages of equally many weights "
+        "(VLLM_PP_LAYER_PARTITION).",
+        group="parallel",
+    )
     attention_backend: str | None = knob(None, "Attention backend (the start says why one was chosen).")
     enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
     compilation_config: dict[str, Any] = knob(
@@ -240,7 +254,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        Speculation.of(self.speculative_config, self.tensor_parallel_size)
+        guesses = Speculation.of(self.speculative_config, self.tensor_parallel_size)
+        if guesses is not None and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"speculative_config (method {guesses.method}) does not go with pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}: guesses are made on one stage alone"
+            )
+        if self.pp_layer_partition is not None:
+            parse_partition(self.pp_layer_partition, self.pipeline_parallel_size)
         limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if limit is not None and seqs is not None and seqs > limit:
             raise ConfigError(
@@ -258,6 +279,13 @@ class EngineConfig:
         """Return the numbers of tokens that a running request may compute in a step."""
         guesses = self.speculation
         return (1,) if guesses is None else tuple(1 + length for length in guesses.lengths)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Return the layers of each pipeline stage; empty: there is one stage."""
+        if self.pipeline_parallel_size == 1 or self.pp_layer_partition is None:
+            return ()
+        return parse_partition(self.pp_layer_partition, self.pipeline_parallel_size)
 
     @property
     def decode_len(self) -> int:
@@ -384,6 +412,7 @@ ENVIRONMENT_KNOBS = {
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "timeout_keep_alive",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
     "VLLM_ATTENTION_BACKEND": "attention_backend",
+    "VLLM_PP_LAYER_PARTITION": "pp_layer_partition",
 }
 SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 

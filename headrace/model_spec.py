@@ -558,6 +558,12 @@ class ModelSpec:
     """logits x then become logit_cap * tanh(x / logit_cap)"""
     names: tuple[tuple[str, str], ...] = ()
     """(part of a tensor's name in published files, what it is here)"""
+    first_layer: int = 0
+    """the number of the first of `layers`, where they are those of one pipeline stage"""
+    has_embedding: bool = True
+    """False: hidden states come in, of the stage before"""
+    has_end: bool = True
+    """False: the sum of the residual goes out, for the stage behind, without norm and head"""
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:

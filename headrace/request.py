@@ -157,6 +157,8 @@ class Request:
     """Most tokens of prompt and output together; set by the scheduler, which knows max_model_len."""
     admitted_step: int = -1
     """The step in which it last began to run, for the first time or after a preemption."""
+    sampled_step: int = -1
+    """The newest step that samples for it, whose result may not be back."""
     row: int = -1
     num_blocks: int = 0
     """Blocks that its tokens fill in every layer group, those behind a window included."""

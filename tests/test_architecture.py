@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_MODULES = {
     "config", "model_config", "model_spec", "sampling_params", "structured_params", "request", "errors", "step", "hub",
     "process", "child", "output", "speculation", "pooling",
-    "graph_sizes", "cache_groups", "layer_parts",
+    "graph_sizes", "cache_groups", "layer_parts", "stages",
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "advice", "server", "engine", "structured_outputs", "parsers", "planner", "scheduler", "executor",

@@ -35,7 +35,7 @@ VARIANTS = {
     "as it comes": {},
     "no prefix caching": {"enable_prefix_caching": False},
     "no chunked prefill": {"enable_chunked_prefill": False},
-    "two tensor-parallel ranks": {"tensor_parallel_size": 2},
+    "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pp_layer_partition": "2,3"},
 }
 MORE_VARIANTS = {
     "a budget of 16 tokens": {"max_num_batched_tokens": 16},

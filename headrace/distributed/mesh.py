@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Kind, Ranks
 from headrace.errors import ConfigError
 
@@ -71,13 +72,15 @@ class Mesh:
     """the same ranks, for what goes from the last stage to the first: it must not wait behind hidden states"""
     dp: Group = Group()
     """the ranks in this one's place in other engines (data parallelism)"""
+    engine: Group = Group()
+    """all ranks that take the steps of one scheduler"""
     experts: Group = Group()
     """all ranks that hold experts of this one's layers, whole ones each (expert parallelism)"""
     close: Callable[[], None] = lambda: None
     """leaves the groups; call it once, at the end"""
 
 
-GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "experts": "experts"}
+GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "engine": "engine", "experts": "experts"}
 """group of a Mesh -> which ranks belong to it"""
 
 
@@ -87,8 +90,9 @@ def init_mesh(
     rendezvous: str | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
+    progress: Progress | None = None,
 ) -> Mesh:
-    """Join the other ranks and return when all have joined.
+    """Join the other ranks and return when all have joined. `progress` counts the collectives.
 
     `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
     every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks communicate
@@ -109,7 +113,7 @@ def init_mesh(
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
         )
-        groups = _groups(rank, ranks, _nccl_group)
+        groups = _groups(rank, ranks, _nccl_group, progress)
         return Mesh(**groups, close=dist.destroy_process_group)
     # Without torch's default group there is nothing to clean up but `joined`, and it listens on loopback only.
     joined: list[Any] = []
@@ -121,7 +125,7 @@ def init_mesh(
         joined.append(_gloo(prefix, members.index(rank), len(members), timeout))
         return _gloo_group(joined[-1])
 
-    groups = _groups(rank, ranks, join)
+    groups = _groups(rank, ranks, join, progress)
 
     def close() -> None:
         for processes in joined:
@@ -130,7 +134,9 @@ def init_mesh(
     return Mesh(**groups, close=close)
 
 
-def _groups(rank: int, ranks: Ranks, join: Callable[[str, list[int]], Group]) -> dict[str, Any]:
+def _groups(
+    rank: int, ranks: Ranks, join: Callable[[str, list[int]], Group], progress: Progress | None
+) -> dict[str, Any]:
     """Return the groups of `rank` that have other members. Every rank calls `join` for all groups, its own or not, in
     one order; groups of the same ranks are one, but `back`."""
     made: dict[tuple[int, ...], Group] = {}
@@ -142,8 +148,31 @@ def _groups(rank: int, ranks: Ranks, join: Callable[[str, list[int]], Group]) ->
                 made[members] = join(name, list(members))
         own = tuple(ranks.members(kind, rank))
         if len(own) > 1:
-            found[name] = made[own]
+            found[name] = made[own] if progress is None else _counted(made[own], name, progress)
     return found
+
+
+def _counted(group: Group, name: str, progress: Progress) -> Group:
+    """Return a group whose collectives count themselves."""
+
+    def counted(verb: str) -> Callable[..., Any]:
+        call, label = getattr(group, verb), f"{name}.{verb}"
+
+        def counting(*arguments: Any) -> Any:
+            progress.enter(label)
+            result = call(*arguments)
+            progress.leave()
+            return result
+
+        return counting
+
+    return replace(
+        group,
+        all_reduce=counted("all_reduce"),
+        all_gather=counted("all_gather"),
+        send=counted("send"),
+        receive=counted("receive"),
+    )
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

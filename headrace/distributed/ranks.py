@@ -1,4 +1,4 @@
-"""Numbers the ranks of an engine: neighbours share each layer, then come pipeline stages, then replicas.
+"""Describes how ranks are numbered: neighbours share each layer, then come pipeline stages, then engines.
 
 Imports no torch, so that planner and executor can read it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["tp", "pp", "dp", "experts"]
+Kind = Literal["tp", "pp", "dp", "engine", "experts"]
 
 
 class Place(NamedTuple):
@@ -32,12 +32,12 @@ class Ranks:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of all ranks."""
         return self.dp * self.engine
 
     @property
     def engine(self) -> int:
-        """How many ranks take the steps of one scheduler."""
+        """The number of ranks that take the steps of one scheduler."""
         return self.pp * self.tp
 
     def place(self, rank: int) -> Place:
@@ -53,8 +53,9 @@ class Ranks:
         """Return the ranks of the group of that kind to which `rank` belongs, in the order of the group.
 
         `tp`: those that share its layers; `pp`: those of the other stages with the same share; `dp`: those of other
-        engines in its place; `experts`: all that hold its stage's experts, those of its engine first to last.
+        engines in its place; `engine`: those that take the same steps; `experts`: all that hold its stage's experts,
+        those of its engine first to last.
         """
-        alike = {"tp": (0, 1), "pp": (0, 2), "dp": (1, 2), "experts": (1,)}[kind]
+        alike = {"tp": (0, 1), "pp": (0, 2), "dp": (1, 2), "engine": (0,), "experts": (1,)}[kind]
         own = self.place(rank)
         return [other for other in range(self.world) if all(self.place(other)[axis] == own[axis] for axis in alike)]

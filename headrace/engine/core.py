@@ -33,7 +33,7 @@ from headrace.structured_outputs.matcher import GrammarCompiler
 logger = logging.getLogger(__name__)
 
 PIPELINE_DEPTH = 2
-"""Most steps submitted at once: the one that runs, and the next."""
+"""Most steps submitted at once: the one that runs, and the next. Each further pipeline stage runs one more."""
 COMPILE_POLL_SECONDS = 0.001
 """How long `step` waits for a grammar, if there is nothing else to do, before new requests are looked for."""
 WARMUP_STEP = -1
@@ -89,7 +89,7 @@ class EngineCore:
         self._health = StepHealth(facts.config.dtype)
         self._warmup_sizes = collections.deque(facts.workers[0].warmup_sizes if facts.workers else [])
         """(requests, tokens) of the warm-up steps that have not run yet."""
-        self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
+        self._depth = (PIPELINE_DEPTH if facts.config.async_scheduling else 1) + facts.config.pipeline_parallel_size - 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
         """Submitted steps, oldest first."""
         self._refused: list[EngineCoreOutput] = []

@@ -23,7 +23,7 @@ def detect_device(config: EngineConfig) -> str:
 
 def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig) -> Executor:
     """Return the executor for a config that the planner has resolved."""
-    if config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from headrace.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor(config, folder)

@@ -16,6 +16,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     rank: int
     rendezvous: str
     """path of a file that every rank of the group can open"""
+    progress: str
+    """path of a file in which all ranks count what they do"""
     commands: str
     """zmq address on which the rank receives commands"""
     replies: str
@@ -65,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Answers Execute, or Sample where the step was masked; rank 0 alone sends it."""
+    """Answers Execute, or Sample where the step was masked; the first rank of the last stage alone sends it."""
 
     output: RunnerOutput
 

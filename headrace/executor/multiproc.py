@@ -1,17 +1,19 @@
 """Runs one process for each rank on this machine, driven over local sockets.
 
-Every rank gets the same steps; rank 0 answers. A rank that fails or dies takes its group with it, since the others may
-be waiting for it inside a collective.
+Every rank gets the same steps; one of the last pipeline stage answers. A rank that fails or dies takes its group with
+it, since the others may be waiting for it inside a collective.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.distributed.progress import Progress, RankProgress, blame
 from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
     Command,
@@ -33,6 +35,9 @@ LOOPBACK = "lo"
 """The interface on which NCCL's ranks find each other; by itself NCCL would listen on a network that others reach."""
 POLL_MS = 200
 """How often a waiting executor checks that all ranks are alive."""
+STALL_SECONDS = 30.0
+"""How long no rank may move while a step is under way, or SLOWEST times as long as the slowest step so far took."""
+SLOWEST = 20
 
 
 class _Handle:
@@ -48,11 +53,12 @@ class _Handle:
 
 
 class MultiprocExecutor:
-    """Sends every rank the same commands; ranks answer with facts, and rank 0 alone with the results of steps."""
+    """Sends every rank the same commands; ranks answer with facts, and the first of the last stage alone with the
+    results of steps."""
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         self._folder = folder
-        self._size = config.tensor_parallel_size
+        self._size = config.tensor_parallel_size * config.pipeline_parallel_size
         self._sockets = SocketFolder()
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
@@ -71,6 +77,14 @@ class MultiprocExecutor:
         replies = f"ipc://{base}-replies"
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind(replies)
+        self._progress = Progress(Path(f"{base}-progress"), self._size)
+        self._under_way: dict[int, float] = {}
+        """step -> time.monotonic() when it was sent"""
+        self._slowest = 0.0
+        """seconds"""
+        self._looked = 0.0
+        self._seen: tuple[list[RankProgress], float] = ([], 0.0)
+        """how far the ranks had come when one of them was last seen to move, and when that was"""
         self._commands: list[zmq.Socket[bytes]] = []
         self._children: list[Child] = []
         environment = {"OMP_NUM_THREADS": str(config.cpu_threads or 1), "NCCL_SOCKET_IFNAME": LOOPBACK}
@@ -80,7 +94,9 @@ class MultiprocExecutor:
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(config, str(self._folder), rank, f"{base}-rendezvous", address, replies)
+            rank_config = RankConfig(
+                config, str(self._folder), rank, f"{base}-rendezvous", f"{base}-progress", address, replies
+            )
             self._children.append(spawn("headrace.executor.rank", self._encoder.encode(rank_config), **environment))
 
     def load(self) -> list[WorkerFacts]:
@@ -114,6 +130,7 @@ class MultiprocExecutor:
 
     def execute(self, step: SchedulerOutput) -> _Handle:
         self._send(Execute(step))
+        self._under_way[step.step] = time.monotonic()
         return _Handle(self, step.step)
 
     def sample(self, masks: Masks) -> None:
@@ -147,7 +164,13 @@ class MultiprocExecutor:
             raise EngineDeadError(self._dead)
         message = self._encoder.encode(command)
         for socket in self._commands:
-            socket.send(message)
+            while True:
+                try:
+                    socket.send(message, zmq.NOBLOCK)
+                    break
+                except zmq.Again:  # the rank has not connected yet
+                    if not socket.poll(POLL_MS, zmq.POLLOUT) and (dead := self._dead_rank()) is not None:
+                        raise self._fail(dead) from None
 
     def _facts(self, stop_at_shortfall: bool = False) -> list[WorkerFacts]:
         """Wait for the facts of every rank, or until one reports a shortfall; return them in the order of ranks."""
@@ -161,19 +184,48 @@ class MultiprocExecutor:
     def _receive(self, timeout_ms: int) -> bool:
         """Take in one reply; return whether one came in time. Raises when the group has failed."""
         if not self._replies.poll(timeout_ms):
-            for rank, child in enumerate(self._children):
-                if not child.is_alive():
-                    raise self._fail(EngineDeadError(f"rank {rank} died (exit code {child.process.returncode})"))
+            if (dead := self._dead_rank()) is not None:
+                raise self._fail(dead)
+            self._check_that_ranks_move()
             return False
         reply = self._decoder.decode(self._replies.recv())
         if isinstance(reply, StepDone):
             self._outputs[reply.output.step] = reply.output
+            if (sent := self._under_way.pop(reply.output.step, None)) is not None:
+                self._slowest = max(self._slowest, time.monotonic() - sent)
         elif isinstance(reply, Facts):
             self._answers.append(reply)
+        elif (dead := self._dead_rank(killed=True)) is not None:  # of which this rank has heard that nobody answers
+            raise self._fail(dead)
         else:
             other = EngineDeadError(f"rank {reply.rank} failed: {reply.error_class}: {reply.message}")
             raise self._fail(rebuild(reply.error_class, reply.message, other))
         return True
+
+    def _dead_rank(self, killed: bool = False) -> EngineDeadError | None:
+        """Return the error for a rank whose process has ended, or of those `killed` by a signal; None: there is
+        none."""
+        for rank, child in enumerate(self._children):
+            if not child.is_alive() and (child.process.returncode < 0 or not killed):
+                return EngineDeadError(f"rank {rank} died (exit code {child.process.returncode})")
+        return None
+
+    def _check_that_ranks_move(self) -> None:
+        """Raise EngineDeadError, naming the rank that the others wait for, if a step is under way and none has moved
+        for long."""
+        now = time.monotonic()
+        if now - self._looked < POLL_MS / 1000:
+            return
+        self._looked = now
+        if not self._under_way:
+            self._seen = [], now
+            return
+        ranks = self._progress.read()
+        before, since = self._seen
+        if ranks != before:
+            self._seen = ranks, now
+        elif now - since > max(STALL_SECONDS, SLOWEST * self._slowest):
+            raise self._fail(EngineDeadError(f"no rank has moved for {now - since:.0f} s: {blame(ranks)}"))
 
     def _fail(self, error: HeadraceError) -> HeadraceError:
         """Kill the group; return `error` for the caller to raise."""

@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from headrace.distributed.progress import Progress
+from headrace.distributed.ranks import Place, Ranks
 from headrace.errors import HeadraceError, crossing_name
 from headrace.executor.messages import (
     Command,
@@ -36,7 +38,7 @@ from headrace.runner.worker import Worker
 def _send_results(
     config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep | FinishedStep]
 ) -> None:
-    """Send rank 0's results in order, until the process ends."""
+    """Send the results of steps in order, until the process ends."""
     socket = context.socket(zmq.PUSH)
     socket.connect(config.replies)
     encoder = msgspec.msgpack.Encoder()
@@ -64,17 +66,21 @@ def main(argv: list[str]) -> int:
     replies = context.socket(zmq.PUSH)
     replies.connect(config.replies)
     pending: queue.Queue[PendingStep | FinishedStep] = queue.Queue()
-    if config.rank == 0:
+    parallel = Ranks(tp=config.config.tensor_parallel_size, pp=config.config.pipeline_parallel_size)
+    answers = parallel.place(config.rank) == Place(0, parallel.pp - 1, 0)
+    if answers:
         threading.Thread(target=_send_results, args=(config, context, pending), name="results", daemon=True).start()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
     folder = Path(config.folder)
     try:
         model_config = read_served_config(folder, config.config)
-        worker = Worker(config.config, folder, model_config, rank=config.rank, rendezvous=config.rendezvous)
+        progress = Progress(Path(config.progress), parallel.world, config.rank)
+        worker = Worker(config.config, folder, model_config, config.rank, config.rendezvous, progress)
         while not isinstance(command := decoder.decode(commands.recv()), Stop):
+            progress.take()
             if isinstance(command, Execute | Sample):
                 step = worker.execute(command.step) if isinstance(command, Execute) else worker.sample(command.masks)
-                if config.rank == 0 and not isinstance(step, MaskedStep):
+                if answers and not isinstance(step, MaskedStep):
                     pending.put(step)
                 continue
             if isinstance(command, Load):

@@ -11,6 +11,7 @@ import torch
 from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Mesh
 from headrace.kernels.table import KernelTable
+from headrace.stages import WHOLE, Stage
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class LayerContext:
     """the most positions that a token can have, fewer than the model's own; None: not known"""
     groups: Mapping[int, int] = field(default_factory=dict)
     """layer that caches something -> the cache group whose block table it uses"""
+    stage: Stage = WHOLE
+    """the layers of the model that the rank holds; `specs` and `groups` count from the first of them"""
 
     def layers(self, first: int, last: int | None = None) -> LayerContext:
         """Return the context of the layers from `first` to `last`, which count from 0 in it."""

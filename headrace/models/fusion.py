@@ -82,11 +82,11 @@ class Norm:
         return maker if isinstance(maker, RowParallelLinear | SparseMoE | RMSNorm) else None
 
 
-def fuse(model: Any, num_layers: int, device: torch.device) -> str:
+def fuse(model: Any, num_layers: int, device: torch.device, embeds: bool = True) -> str:
     """Tell each layer of `model`, which has weights and is not finalized, what else it is to compute. Return the line
-    for the log."""
+    for the log. `embeds`: False for a pipeline stage that hidden states come into."""
     try:
-        norms = record(model, num_layers, device)
+        norms = record(model, num_layers, device, embeds)
     except Exception as error:  # a family's own code may do with a placeholder what only a tensor can
         why = f"{type(error).__name__}: {error}"
         return f"No norm is fused: a run of {type(model).__name__} cannot be recorded ({why})."
@@ -113,12 +113,12 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
     )
 
 
-def record(model: Any, num_layers: int, device: torch.device) -> list[Norm]:
+def record(model: Any, num_layers: int, device: torch.device, embeds: bool = True) -> list[Norm]:
     """Run the model over one token and return its norms in order."""
     norms: list[Norm] = []
     token = torch.zeros(1, dtype=torch.int64, device=device)
     with _recording(model, norms):
-        model(token, token, SimpleNamespace(cut=None), [None] * num_layers)
+        model(token if embeds else Placeholder(None), token, SimpleNamespace(cut=None), [None] * num_layers)
     return norms
 
 

@@ -77,7 +77,7 @@ class LlamaDecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
-    """Computes hidden states: embedding, layers, last norm."""
+    """Computes hidden states: embedding, layers, last norm; or what of this one pipeline stage does."""
 
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
@@ -89,17 +89,18 @@ class LlamaModel(Layer):
         scale = spec.embedding_scale
         if spec.rounds_embedding_scale:
             scale = float(torch.tensor(scale, dtype=dtype))
-        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype, scale)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(index, layer, attention, context)
-            for index, (layer, attention) in enumerate(zip(spec.layers, context.specs, strict=True))
-        )
-        self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
+        self.embeds = spec.has_embedding
+        if spec.has_embedding or (spec.has_end and spec.tied_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype, scale)
+        self.layers = nn.ModuleList()
+        for index, (layer, attention) in enumerate(zip(spec.layers, context.specs, strict=True)):
+            self.layers.add_module(str(spec.first_layer + index), LlamaDecoderLayer(index, layer, attention, context))
+        self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype) if spec.has_end else Sum()
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
+        self, inputs: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden, residual = self.embed_tokens(inputs) if self.embeds else inputs, None
         angles = [*(rotary(positions) for rotary in self.rotaries), NO_ANGLES]
         for layer, turned_by, kv_cache in zip(self.layers, self.turned_by, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache)
@@ -109,19 +110,23 @@ class LlamaModel(Layer):
 class LlamaForCausalLM(Layer):
     """Adds the head to the model."""
 
+    in_stages = True
+
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         self.model = LlamaModel(config, spec, context)
-        tied_to = self.model.embed_tokens if spec.tied_embeddings else None
-        sizes = (spec.vocab_size, spec.hidden_size, context.mesh.tp, context.dtype)
-        self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale)
+        if spec.has_end:
+            tied_to = self.model.embed_tokens if spec.tied_embeddings else None
+            sizes = (spec.vocab_size, spec.hidden_size, context.mesh.tp, context.dtype)
+            self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]
+        self, inputs: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        """Map input_ids, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm, with
-        one cache a layer."""
-        return self.model(input_ids, positions, attn_metadata, kv_caches)
+        """Map inputs, positions [num_tokens] to hidden states # [num_tokens, hidden_size], with one cache a layer.
+        Inputs are token ids, on pipeline stages behind the first the hidden states of the one before; what comes out
+        of the last stage is normed."""
+        return self.model(inputs, positions, attn_metadata, kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states [n, hidden_size] to logits # [n, vocab_size] in the model's dtype, on every rank the

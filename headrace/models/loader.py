@@ -52,6 +52,7 @@ from headrace.pooling import HeadLayer
 from headrace.quantization.checkpoint_format import kv_cache_type
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import resolve_format
+from headrace.stages import WHOLE, Stage
 
 DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
@@ -77,7 +78,12 @@ def build_model(config: ModelConfig, context: LayerContext) -> Any:
             raise UnsupportedModelError(f"{config.architecture} cannot pool: it has modules of its own, which generate")
         module, name = POOLED
     model_class = getattr(importlib.import_module(module), name)
-    return model_class(config, entry.spec(config.fields), context)
+    if not context.stage.is_only and not getattr(model_class, "in_stages", False):
+        raise ConfigError(
+            f"pipeline_parallel_size must be 1 for {config.architecture}, got {len(context.stage.partition)}: "
+            f"{name} in {module} does not say `in_stages`"
+        )
+    return model_class(config, context.stage.of(entry.spec(config.fields)), context)
 
 
 def load_model(
@@ -100,7 +106,7 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        headers, others = _text_headers(config)
+        headers, others = _text_headers(config, context.stage)
         if load_format != "dummy":
             _read_as_stored(folder, layers, headers)
         tensors_of = _headers(layers, headers)
@@ -119,7 +125,7 @@ def load_model(
             model.notes += _leave_scales_of_other_caches(config, layers)
             model.notes += [f"Skipped: {count} tensors {of}." for of, count in others.items()]
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
-        model.notes.append(fuse(model, config.num_layers, context.device))
+        model.notes.append(fuse(model, len(context.specs), context.device, context.stage.is_first))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
             with _named(path):
@@ -166,15 +172,16 @@ def _fill_dense_layers(slots: dict[str, Slot], folder: Path, config: ModelConfig
         fill_from_checkpoint(own, folder / layer.folder, tensors_of=read)
 
 
-def _text_headers(config: ModelConfig) -> tuple[Headers, Counter[str]]:
-    """Return what gives the tensors of a file's header that are of text, and a count of others, which it fills."""
+def _text_headers(config: ModelConfig, stage: Stage = WHOLE) -> tuple[Headers, Counter[str]]:
+    """Return what gives the tensors of a file's header that are of text and of `stage`, and a count of those that are
+    not of text, which it fills."""
     others, names = Counter[str](), describe(config).names
 
     @functools.cache
     def read(file: Path) -> list[StoredTensor]:
         kept, found = text_tensors(stored_tensors(file), config, names)
         others.update(found)
-        return kept
+        return [one for one in kept if stage.holds(one.name, config.tie_word_embeddings)]
 
     return read, others
 

@@ -119,6 +119,8 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
     flags: list[Flag] = []
     if parallel.tp > 1:
         flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
+    if parallel.pp > 1:
+        flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         flags.append(Flag("--quantization", scenario.weight_format, "rounds the weights as they load"))
     for name in PINNED:
@@ -171,6 +173,8 @@ def _vllm_flags(
         add("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all")
     if parallel.pp > 1 and parallel.tp * parallel.pp > per_node:
         add("--distributed-executor-backend", "ray", "stages on several nodes")
+    if parallel.pp > 1:
+        flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         add("--quantization", scenario.weight_format, "rounds the weights as they load")
     if kv_dtype.startswith("fp8"):

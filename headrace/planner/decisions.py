@@ -24,6 +24,7 @@ from headrace.planner.speculation import decide_speculation
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.formats import UNQUANTIZED
 from headrace.quantization.table import resolve_format
+from headrace.stages import Stage, check_partition, divide_layers
 from headrace.step import WorkerFacts
 
 PREFILL_SHARES = {"latency": 0.7, "interactive": 0.93, "throughput": 0.97}
@@ -118,10 +119,17 @@ def decide_before_load(
             f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
             f"got {config.tensor_parallel_size}"
         )
+    if config.pipeline_parallel_size > 1:
+        if model.pooling is not None:
+            raise ConfigError(
+                f"pipeline_parallel_size must be 1 for a model that pools, got {config.pipeline_parallel_size}"
+            )
+        settle("pp_layer_partition", *_partition(config, model))
+        check_partition(config.replace(**changes).partition, describe(model).layers)
     if config.batch_invariant:
         decisions.append(_batch_invariance(config, device_type))
     if device_type == "cpu":
-        settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
+        settle("cpu_threads", *_cpu_threads(_ranks(config), beside_server))
     if "attention_backend" in measured:
         settle("attention_backend", None, "")
     graphs = config
@@ -356,8 +364,23 @@ def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
     if fact.device != "cpu":
         return fact.available_kv_memory
     if config.cpu_kv_cache_gib is not None:
-        return int(config.cpu_kv_cache_gib * 2**30) // config.tensor_parallel_size
-    return min(CPU_CACHE, fact.available_kv_memory // 4) // config.tensor_parallel_size
+        return int(config.cpu_kv_cache_gib * 2**30) // _ranks(config)
+    return min(CPU_CACHE, fact.available_kv_memory // 4) // _ranks(config)
+
+
+def _ranks(config: EngineConfig) -> int:
+    return config.tensor_parallel_size * config.pipeline_parallel_size
+
+
+def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+    """Choose the layers of each pipeline stage, and say why."""
+    spec = describe(model)
+    head = spec.vocab_size * spec.hidden_size
+    parts = divide_layers(spec.layers, head, config.pipeline_parallel_size)
+    sizes = [sum(layer.weights for layer in spec.layers[Stage(n, parts).layers]) for n in range(len(parts))]
+    sizes[-1] += head
+    shares = ", ".join(f"{size / sum(sizes):.0%}" for size in sizes)
+    return ",".join(map(str, parts)), f"stages hold {shares} of the weights that a step reads, the head's with the last"
 
 
 def _cpu_threads(ranks: int, beside_server: bool) -> tuple[int, str]:

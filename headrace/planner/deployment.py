@@ -9,6 +9,7 @@ from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape
 from headrace.planner.weights import layer_bytes
+from headrace.stages import divide_layers
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class Deployment:
         """Return the chip on which headrace holds weights as its kernels take them; None: they are as stored, which is
         what is known of vLLM."""
         return self.chip if self.engine == "headrace" else None
+
+    @cached_property
+    def partition(self) -> tuple[int, ...]:
+        """Return the layers of each pipeline stage, as the engine divides them; empty: there is one stage."""
+        spec, stages = self.shape.spec, self.parallel.pp
+        if stages == 1:
+            return ()
+        if self.engine == "headrace":
+            return divide_layers(spec.layers, spec.vocab_size * spec.hidden_size, stages)
+        whole, left = divmod(len(spec.layers), stages)
+        return tuple(whole + (stages - 2 - left < stage <= stages - 2) for stage in range(stages))
 
     @cached_property
     def layer_bytes(self) -> tuple[dict[str, float], ...]:

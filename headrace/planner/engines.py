@@ -45,11 +45,11 @@ def model_gaps(raw: dict[str, Any], asked: str | None = None) -> list[str]:
     return []
 
 
-def layout_gaps(parallel: Parallel) -> list[str]:
+def layout_gaps(parallel: Parallel, chip: Chip) -> list[str]:
     """Say why headrace cannot use the layout yet; empty: it can. Replicas are servers of their own."""
     gaps = []
-    if parallel.pp > 1:
-        gaps.append(f"headrace has no pipeline parallelism yet (pipeline_parallel_size {parallel.pp})")
+    if parallel.tp * parallel.pp > chip.gpus_per_node:
+        gaps.append(f"headrace runs on one machine yet, and {parallel.tp * parallel.pp} GPUs are on several")
     if parallel.ep:
         gaps.append("headrace has no expert parallelism yet; its experts are split over tensor-parallel ranks")
     if parallel.dp_attention:

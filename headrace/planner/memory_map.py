@@ -15,11 +15,11 @@ from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.kernels.latent_config import EXPANDED_BYTES, MOST_SCORES, SELECTING_NUMBERS
-from headrace.model_spec import LatentAttention, LayerSpec, Mixer
+from headrace.model_spec import LatentAttention, Mixer, ModelSpec
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
-from headrace.planner.shapes import ModelShape
 from headrace.planner.weights import head_bytes
+from headrace.stages import WHOLE, Stage
 
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
@@ -49,8 +49,6 @@ VLLM_EXPERT_BUFFERS = 3
 """vLLM keeps so many times what one layer's experts write; fitted on the KV tokens of Qwen3-30B-A3B on an H200."""
 CPU_CACHE = 4 * GIB
 """Bytes of the cache on a CPU, whose memory is shared with others; or a quarter of what is left, if that is less."""
-Stage = list[tuple[int, LayerSpec, dict[str, float]]]
-"""Layers of a pipeline stage: how many are equal, one of them, and its bytes on one GPU by part"""
 
 
 @dataclass(frozen=True)
@@ -139,37 +137,71 @@ def memory_map(
     rank. `speculates`: layers of the checkpoint that predict further tokens are loaded. `decode_lens`: the numbers of
     tokens that a running request may have in a step, guesses included.
 
-    Never fails: what does not fit says by how much (`missing`), and a split that leaves a remainder is rounded up.
+    Of pipeline stages it is the map of the one whose cache holds least. Never fails: what does not fit says by how
+    much (`missing`), and a split that leaves a remainder is rounded up.
     """
+    stages = (
+        [WHOLE]
+        if deployment.parallel.pp == 1
+        else [Stage(number, deployment.partition) for number in range(deployment.parallel.pp)]
+    )
+    maps = [
+        _map_of_stage(
+            deployment, stage, max_num_seqs, max_num_batched_tokens,
+            max_model_len or deployment.shape.spec.max_position_embeddings, gpu_memory_utilization, block_size,
+            graph_mode, speculates, decode_lens,
+        )
+        for stage in stages
+    ]  # fmt: skip
+    return min(maps, key=lambda one: (-one.missing, one.kv_pool / one.layout.page_bytes))
+
+
+def _map_of_stage(
+    deployment: Deployment,
+    stage: Stage,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    longest: int,
+    gpu_memory_utilization: float,
+    block_size: int,
+    graph_mode: str,
+    speculates: bool,
+    decode_lens: tuple[int, ...],
+) -> MemoryMap:
+    """Map the memory of a GPU of one stage."""
     shape, chip, parallel, engine = deployment.shape, deployment.chip, deployment.parallel, deployment.engine
     on_cpu = chip.vendor == "cpu"
-    longest = max_model_len or shape.spec.max_position_embeddings
-    stage = _fullest_stage(deployment)
-    weights = _weights(deployment, stage, speculates)
-    layers = tuple(layer for count, layer, _ in stage for _ in range(count))
+    spec = stage.of(shape.spec)
+    weights = _weights(deployment, spec, speculates)
     draft, most_drafts = _draft_alone(deployment), max(decode_lens) - 1
-    if draft is not None:
-        layers = (*layers, *draft.shape.spec.layers)
-        weights["draft"] = sum(_weights(draft, _fullest_stage(draft), False).values())
+    cached, of_stage = shape.spec, stage
+    if draft is not None:  # its layers are behind the model's own, on the last stage
+        layers = draft.shape.spec.layers
+        cached = replace(cached, layers=(*cached.layers, *layers))
+        if not stage.is_only:
+            of_stage = replace(stage, partition=(*stage.partition[:-1], stage.partition[-1] + len(layers)))
+        weights["draft"] = sum(_weights(draft, draft.shape.spec, False).values())
     kv_dtype_bytes = math.ceil(deployment.kv_dtype_bytes)
-    layout = cache_layout(replace(shape.spec, layers=layers), parallel.tp, kv_dtype_bytes, block_size)
+    layout = cache_layout(cached, parallel.tp, kv_dtype_bytes, block_size, of_stage)
     places = longest + most_drafts
     tokens_of_row = places + 1 + (most_drafts > 0) if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
     if engine == "headrace":
-        angles = _angles(shape, longest + max(decode_lens))
+        angles = _angles(spec, longest + max(decode_lens))
         tables += angles + _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's
-    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * max(decode_lens), samples=True)
+        if not spec.has_embedding:  # hidden states come in from the stage before
+            tables += max_num_batched_tokens * spec.hidden_size * shape.plain_bytes
+    step = _step_bytes(deployment, max_num_batched_tokens, max_num_seqs * max(decode_lens), samples=spec.has_end)
     if draft is not None:
-        tables += _angles(draft.shape, longest + max(decode_lens))
+        tables += _angles(draft.shape.spec, longest + max(decode_lens))
         step = max(step, _step_bytes(draft, max_num_batched_tokens, max_num_seqs, samples=True))
     graphs = 0
     if engine == "vllm" and not on_cpu:
         kinds = len(set(GRAPH_MODES[graph_mode]) - {"none"})
-        graphs = kinds * VLLM_GRAPH_SIZES * len(layers) * VLLM_GRAPH_LAYER
+        graphs = kinds * VLLM_GRAPH_SIZES * len(spec.layers) * VLLM_GRAPH_LAYER
     elif not on_cpu:
         graphs = _graph_bytes(
-            deployment, len(layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest, decode_lens
+            deployment, len(spec.layers), graph_mode, max_num_seqs, max_num_batched_tokens, longest, decode_lens
         )
     communicates = parallel.gpus > parallel.replicas and not on_cpu
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if communicates else 0)
@@ -198,39 +230,27 @@ def _draft_alone(deployment: Deployment) -> Deployment | None:
     return None if draft is None else replace(deployment, shape=draft, weight_format=draft.weight_format, draft=None)
 
 
-def _fullest_stage(deployment: Deployment) -> Stage:
-    """The pipeline stage that weighs most: the heaviest layers come together."""
-    shape, parallel = deployment.shape, deployment.parallel
-    held = list(zip(shape.groups, deployment.layer_bytes, strict=True))
-    if parallel.pp == 1:
-        return [(group.count, group.layer, sizes) for group, sizes in held]
-    left = math.ceil(shape.num_layers / parallel.pp)
-    stage: Stage = []
-    for group, sizes in sorted(held, key=lambda one: sum(one[1].values()), reverse=True):
-        if count := min(left, group.count):
-            stage.append((count, group.layer, sizes))
-        left -= count
-    return stage
-
-
-def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str, int]:
+def _weights(deployment: Deployment, spec: ModelSpec, speculates: bool) -> dict[str, int]:
     shape, parallel, form = deployment.shape, deployment.parallel, deployment.weight_format
     plain, tp = shape.plain_bytes, parallel.tp
-    rows = math.ceil(shape.spec.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
-    ends = {"embedding": rows * shape.spec.hidden_size * plain, "head": 0}
-    if shape.head_weights:
+    rows = math.ceil(spec.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
+    tied = not shape.head_weights
+    ends = dict.fromkeys(("embedding", "head"), 0)
+    if spec.has_embedding or (spec.has_end and tied):
+        ends["embedding"] = rows * spec.hidden_size * plain
+    if spec.has_end and not tied:
         ends["head"] = math.ceil(head_bytes(shape, rows, form, deployment.holds_on))
-        if parallel.pp > 1:  # at opposite ends of the pipeline
-            ends["embedding"] = 0
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
-    for count, _, sizes in stage:
-        for part, size in sizes.items():
+    of_layer = {group.layer: sizes for group, sizes in zip(shape.groups, deployment.layer_bytes, strict=True)}
+    for layer, count in spec.groups:
+        for part, size in of_layer[layer].items():
             sums[part] += count * size
-    sums["norms"] += sum(one.plain_bytes(plain) for one in shape.spec.norm_parameters)
+    if spec.has_end:
+        sums["norms"] += sum(one.plain_bytes(plain) for one in spec.norm_parameters)
     loads_vision = deployment.holds_on is None  # as vLLM does; headrace skips it
-    sums["extra"] = shape.spec.vision_weights * plain / tp if loads_vision else 0.0
+    sums["extra"] = spec.vision_weights * plain / tp if loads_vision else 0.0
     if speculates:
-        sums["extra"] += shape.spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus
+        sums["extra"] += spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}}
 
 
@@ -254,10 +274,10 @@ def _beside_rows(deployment: Deployment, graph_mode: str) -> int:
     return streams * WORKSPACE.get(chip.vendor, 0) + unpacked + expanded
 
 
-def _angles(shape: ModelShape, longest: int) -> int:
+def _angles(spec: ModelSpec, longest: int) -> int:
     """Bytes of the cosines and sines of every position, up to the `longest` that rows have, in fp32."""
-    positions = min(longest, shape.spec.max_position_embeddings)
-    return 4 * positions * sum(turns.numbers for turns in shape.spec.turns)
+    positions = min(longest, spec.max_position_embeddings)
+    return 4 * positions * sum(turns.numbers for turns in spec.turns)
 
 
 def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -> int:

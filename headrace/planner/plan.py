@@ -167,7 +167,7 @@ def _first_that_runs(requests: Iterable[PlanRequest], scenario: Scenario) -> _Fo
         found = _find_layouts(replace(scenario, request=request))
         if found.problems:
             continue
-        if request.engine == "vllm" or not layout_gaps(found.result.best.parallel):
+        if request.engine == "vllm" or not layout_gaps(found.result.best.parallel, scenario.chip):
             return found
         on_paper = on_paper or found
     return on_paper
@@ -288,7 +288,7 @@ def _commands(scenario: Scenario, best: Candidate) -> tuple[list[Command], list[
         planned = engine == scenario.engine
         own = scenario if planned else scenario.asking(engine=engine, attention_backend=None)
         if engine == "headrace":
-            gaps = [*own.model_gaps(), *layout_gaps(best.parallel)]
+            gaps = [*own.model_gaps(), *layout_gaps(best.parallel, scenario.chip)]
             gaps += speculation_gaps(scenario.request.speculative_config)
             if gaps:
                 continue

@@ -29,7 +29,7 @@ from headrace.planner.record import Decision
 
 logger = logging.getLogger(__name__)
 
-BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
+BASE = ("tensor_parallel_size", "pipeline_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
 """Fields of EngineConfig in which an engine must equal the one that was tuned."""
 
 

@@ -110,7 +110,7 @@ def search(scenario: Scenario) -> SearchResult:
                 continue
             name, why = name_of(parallel), reasons(parallel, scenario.shape, scenario.chip)
             if scenario.headrace_only:
-                why += layout_gaps(parallel)
+                why += layout_gaps(parallel, scenario.chip)
             if why:
                 passed_over[name] = "; ".join(why)
                 continue

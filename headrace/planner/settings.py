@@ -21,10 +21,10 @@ CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
 ORDER = (
-    "device", "tensor_parallel_size", "attention_backend", "dtype", "quantization", "kv_cache_dtype", "block_size",
-    "num_gpu_blocks", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "mixed_step_tokens", "enable_chunked_prefill", "enable_prefix_caching", "async_scheduling", "cudagraph_mode",
-    "cudagraph_capture_sizes",
+    "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition", "attention_backend", "dtype",
+    "quantization", "kv_cache_dtype", "block_size", "num_gpu_blocks", "gpu_memory_utilization", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "mixed_step_tokens", "enable_chunked_prefill", "enable_prefix_caching",
+    "async_scheduling", "cudagraph_mode", "cudagraph_capture_sizes",
 )  # fmt: skip
 """The order in which a start lists its settings; others come after these."""
 DEFAULTS = {

@@ -14,6 +14,7 @@ from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.model_spec import STATE_BYTES, ModelSpec
+from headrace.stages import WHOLE, Stage
 from headrace.step import SchedulerOutput
 
 E4M3_CAPABILITY = (8, 9)
@@ -80,9 +81,10 @@ def cache_shape(
     block_size: int,
     dtype: torch.dtype,
     num_drafting: int = 0,
+    stage: Stage = WHOLE,
 ) -> CacheShape:
-    """Return what one of `ranks` caches, whose layers have the attention `specs`."""
-    return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype, num_drafting)
+    """Return what one of `ranks` of a pipeline stage caches of `model`; its own layers have the attention `specs`."""
+    return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size, stage), specs, dtype, num_drafting)
 
 
 class IndexedCache(NamedTuple):

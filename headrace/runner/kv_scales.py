@@ -20,6 +20,7 @@ from headrace.layers.attention import Attention
 from headrace.layers.latent_attention import LatentAttention
 from headrace.model_config import ModelConfig
 from headrace.runner.kv_cache import CacheShape, allocate_alone, without_index
+from headrace.runner.pipeline import Pipeline
 
 NUM_PROMPTS, PROMPT_LENGTH = 4, 128
 HEADROOM = {torch.float8_e5m2: 32.0}
@@ -57,6 +58,8 @@ class Calibration:
     """the model's own"""
     group: Group
     device: torch.device
+    pipeline: Pipeline = Pipeline()
+    """to the stages that hold the other layers, which calibrate their own by the same prompts"""
 
     def scales(self) -> list[Tensor]:
         """Return each layer's scales # [2] (K, V; latents have the first alone) float32, where the kernels read
@@ -92,14 +95,19 @@ class Calibration:
             max_query_len=length,
             max_seq_len=length,
         )
-        hidden = self.model(ids.view(-1).to(self.device), positions, metadata, caches)
+        hidden = self.pipeline.through(
+            lambda inputs: self.model(inputs, positions, metadata, caches),
+            ids.view(-1).to(self.device),
+            metadata.num_tokens,
+            torch.empty(0, dtype=self.dtype, device=self.device),
+        )
         attended = zip(caches, shape.specs, strict=True)
         return hidden, [without_index(cache) for cache, spec in attended if cache is not None and spec is not None]
 
     def fitting_scales(self, caches: list[Tensor]) -> Tensor:
         """Return scales # [layers, 2] float32 that put the largest number of each cache, over all ranks, HEADROOM below
         the format's largest; 1.0 where a cache is all zeros or not finite."""
-        largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)).float().expand(2) for cache in caches])
+        largest = self.pairs([cache.abs().amax(dim=(1, 2, 3, 4)).float().expand(2) for cache in caches])
         largest = self.group.all_gather(largest.view(-1, 1)).amax(dim=-1).view(-1, 2)
         scales = largest * (HEADROOM.get(self.shape.dtype, 16.0) / torch.finfo(self.shape.dtype).max)
         return torch.where((scales > 0) & scales.isfinite(), scales, torch.ones_like(scales))
@@ -111,12 +119,16 @@ class Calibration:
             place.copy_(values)
         moved, _ = self.run(self.shape.dtype)
         own = float((moved.float() - hidden.float()).norm() / hidden.float().norm())
-        return self.group.largest(own, self.device)
+        return self.pipeline.group.largest(self.group.largest(own, self.device), self.device)
+
+    def pairs(self, scales: list[Tensor]) -> Tensor:
+        """Return `scales` [2] as one tensor # [layers, 2] float32; a pipeline stage may have no layer with any."""
+        return torch.stack(scales) if scales else torch.empty(0, 2, device=self.device)
 
 
 def settle_kv_scales(calibration: Calibration, calculate: bool) -> SettledScales:
     """Fill in the scales that the checkpoint lacks, calculated or 1.0."""
-    brought = torch.stack(calibration.scales())
+    brought = calibration.pairs(calibration.scales())
     missing = brought.isnan()
     if calibration.shape.dtype == torch.float8_e4m3fnuz:
         brought = brought * 2  # they are for e4m3fn: 448 where this type has 240

@@ -25,6 +25,7 @@ from headrace.runner.guesses import Guesses
 from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
+from headrace.runner.pipeline import Pipeline
 from headrace.runner.pooler import Pooler
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
@@ -39,12 +40,13 @@ PROMPT_LOGPROBS_CHUNK = 256
 
 
 class CausalModel(Protocol):
-    """Describes what the runner needs of a model."""
+    """Describes what the runner needs of a model, or of what one pipeline stage holds of it."""
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[LayerCache | None]
+        self, inputs: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[LayerCache | None]
     ) -> Tensor:
-        """Map input_ids, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm."""
+        """Map inputs, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm. Inputs
+        are token ids; on later stages the hidden states of the stage before."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -94,10 +96,13 @@ class ModelRunner:
         graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
         drafter: Drafter | None = None,
         pooling: Pooling | None = None,
+        pipeline: Pipeline | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`. `pooling`: how
-        the model pools; None: it generates."""
+        the model pools; None: it generates. `dtype`: of hidden states."""
         self.model = model
+        self.pipeline = pipeline or Pipeline()
         self.kernels = kernels
         self.shape = shape
         self.limits = limits
@@ -110,9 +115,13 @@ class ModelRunner:
         self.notes = Notes()
         self._graph_device = graph_device
         self.inputs = InputBatch(
-            limits.max_num_seqs, device, fixed=graph_settings is not None, copy_words=kernels.copy_words,
-            decode_len=1 + self.num_drafts,
+            limits.max_num_seqs, device, stages=3 + self.pipeline.group.size, fixed=graph_settings is not None,
+            copy_words=kernels.copy_words, decode_len=1 + self.num_drafts,
         )  # fmt: skip
+        most = limits.max_num_batched_tokens
+        most = most if graph_settings is None else max(most, graph_settings.most_tokens)
+        self._received = self.pipeline.buffer(most, dtype, device)
+        """of the stage before # [most, hidden_size]"""
         self.keep_results()
         self._build(num_pages=1)
 
@@ -133,9 +142,15 @@ class ModelRunner:
         if settings is not None and device is not None:
             self.graphs = StepGraphs(settings, self, device, self.notes)
 
+    def make_up_hidden_states(self) -> None:
+        """Put made-up numbers in place of the hidden states of the stage before, if there is one."""
+        if self._received is not None:
+            self._received.copy_(torch.linspace(-1, 1, self._received.numel()).view_as(self._received).sin_())
+
     def keep_results(self) -> None:
         """Leave the results of queued steps where they are, however many steps follow before they are read."""
-        self._token_buffers = TokenBuffers(self.limits.max_num_seqs * (1 + self.num_drafts), self.device)
+        turns = 3 + self.pipeline.group.size
+        self._token_buffers = TokenBuffers(self.limits.max_num_seqs * (1 + self.num_drafts), self.device, turns)
 
     def _build(self, num_pages: int) -> None:
         limits = self.limits
@@ -159,12 +174,17 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
         forward = self.begin(step)
-        return PendingStep(step.step) if forward is None else self.finish(forward, masks)
+        if forward is None or not self.pipeline.stage.is_last:
+            return PendingStep(step.step)
+        return self.finish(forward, masks)
 
     @torch.inference_mode()
     def begin(self, step: SchedulerOutput) -> Forward | None:
-        """Launch all of a step that comes before sampling; `finish` launches the rest. Nothing else may run between. A
-        step without requests has nothing to finish."""
+        """Launch all of a step that comes before sampling; on the last pipeline stage `finish` launches the rest.
+        Nothing else may run between. A step without requests has nothing to finish."""
+        pipeline = self.pipeline
+        if pipeline.is_split and pipeline.stage.is_first:
+            pipeline.settle(step, self.state.token_table)
         if step.cleared_pages or step.state_copies:
             self.cache.prepare(step)
         self.state.apply(step)
@@ -173,10 +193,17 @@ class ModelRunner:
         graphs = self.graphs
         shape = None if graphs is None else graphs.shape_of(step)
         batch = self.batch_of(step, shape)
+        if self._received is not None:
+            pipeline.receive(self._received[: step.num_tokens])
         hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
         if self.pooler is not None:
             pooled = self.pooler.pool(self.model.compute_logits, step, batch, hidden, self.state.pools_tokens)
             return Forward(step, batch, shape, hidden, None, {}, pooled)
+        if not pipeline.stage.is_last:
+            pipeline.send(hidden[: step.num_tokens])
+            if pipeline.stage.is_first:
+                pipeline.expect(step)
+            return Forward(step, batch, shape, hidden, None, {}, {})
         prompts = self._prompt_logprobs(step, hidden)
         return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts, {})
 
@@ -186,6 +213,8 @@ class ModelRunner:
         step, batch = forward.step, forward.batch
         of_step = None if masks is None else step_masks(step, masks, self.device)
         pending = self._sample(forward, of_step)
+        if self.pipeline.is_split:
+            self.pipeline.give_back(batch, self.state.token_table)
         if self.guesses is not None:
             self.guesses.make(step, batch, forward.shape)
             if masks is not None and step.num_guesses and batch.num_samples:
@@ -241,7 +270,8 @@ class ModelRunner:
         metadata.cut = cut
         if self.drafter is not None and (cut is not None or not batch.decode_only):
             self.drafter.fill(input_ids, metadata, self.tables)
-        return self.model(input_ids, positions, metadata, self.cache.of_model), metadata
+        inputs = input_ids if self._received is None else self._received[: batch.num_tokens]
+        return self.model(inputs, positions, metadata, self.cache.of_model), metadata
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Return what attention needs to know of the step."""

@@ -17,6 +17,7 @@ from headrace.layers.moe import SparseMoE
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.runner.pipeline import Pipeline
 from headrace.runner.self_check import Check, switches
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
@@ -39,15 +40,21 @@ def step_checks(
     subject: Subject,
     settings: GraphSettings | None,
     refused: set[str],
+    pipeline: Pipeline | None = None,
     device: Callable[[torch.device], GraphDevice] = CudaDevice,
 ) -> Iterator[Check]:
-    """Yield the checks of whole steps. `settings` must be made for `scratch_limits`. A demoted kind of graph, `decode`,
+    """Yield the checks of whole steps, or of what a stage of `pipeline` computes of them, which is given made-up hidden
+    states. `settings` must be made for `scratch_limits`. A demoted kind of graph, `decode`,
     `other` or `alone`, is added to `refused`."""
     limits = scratch_limits(subject.vocab_size)
     fused = any(layer.decode is not None for layer in subject.layers(Attention))
     if not (settings or fused or switches(subject.kernels)):
         return
-    runner = ModelRunner(subject.model, subject.kernels, subject.shape, limits, subject.device, settings, device)
+    runner = ModelRunner(
+        subject.model, subject.kernels, subject.shape, limits, subject.device, settings, device, pipeline=pipeline,
+        dtype=subject.dtype,
+    )  # fmt: skip
+    runner.make_up_hidden_states()
     runner.allocate(subject.shape.layout.pages_for(LENGTH, LENGTH, SEQS))
     if fused or switches(subject.kernels):
         yield _references_check(subject, runner, refused)
@@ -104,13 +111,14 @@ def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) 
 
 
 def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
-    """Return the logits of each step's last tokens."""
+    """Return the logits of each step's last tokens; their hidden states where another stage has the head."""
     logits = []
     for step in _steps(runner).values():
         runner.state.apply(step)
         batch = runner.batch_of(step)
         hidden, _ = runner.forward(batch)
-        logits.append(runner.model.compute_logits(hidden[batch.sample_index]))
+        last = hidden[batch.sample_index]
+        logits.append(runner.model.compute_logits(last) if runner.pipeline.stage.is_last else last)
     return tuple(logits)
 
 

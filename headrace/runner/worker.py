@@ -19,6 +19,7 @@ import torch
 from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
+from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Ranks
 from headrace.errors import OutOfMemoryError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
@@ -38,10 +39,12 @@ from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import Forward, ModelRunner, RunnerLimits
 from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
+from headrace.runner.pipeline import Pipeline
 from headrace.runner.profile import measure_memory, measure_step_times
 from headrace.runner.self_check import WAITS_FOR_THE_HOST, SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
+from headrace.stages import Stage
 from headrace.step import Masks, SchedulerOutput, WorkerFacts
 
 ONE_THREAD = 1e8
@@ -59,7 +62,13 @@ class Worker:
     """Holds one rank's device, model and runner. Call `load`, then `initialize_cache`, then `execute`."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, model_config: ModelConfig, rank: int = 0, rendezvous: str = ""
+        self,
+        config: EngineConfig,
+        folder: Path,
+        model_config: ModelConfig,
+        rank: int = 0,
+        rendezvous: str = "",
+        progress: Progress | None = None,
     ) -> None:
         """Join the other ranks. The planner must have resolved `config`."""
         self.config = config
@@ -71,7 +80,10 @@ class Worker:
             torch.cuda.set_device(self.device)
         elif config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
-        self.mesh = init_mesh(rank, Ranks(tp=config.tensor_parallel_size), rendezvous, self.device)
+        ranks = Ranks(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size)
+        self.mesh = init_mesh(rank, ranks, rendezvous, self.device, progress=progress)
+        self.stage = Stage(ranks.place(rank).pp, config.partition)
+        self.pipeline = Pipeline(self.stage, self.mesh, describe(model_config).hidden_size)
         self.memory = device_memory(self.device)
         self.model: Any = None
         self.draft: Any = None
@@ -122,17 +134,18 @@ class Worker:
         )
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
         everything = replace(described, layers=(*described.layers, *behind))
-        self.shape = cache_shape(
-            everything, specs, config.tensor_parallel_size, config.block_size, kv_dtype, len(behind)
-        )
         chosen = select_backend(specs, config.attention_backend)
+        specs = specs[self.stage.layers]
+        self.shape = cache_shape(
+            everything, specs, config.tensor_parallel_size, config.block_size, kv_dtype, len(behind), self.stage
+        )
         self.backend = load_backend(chosen.name)
         self.kernels = with_switches(select_kernels(self.device.type))
         context = LayerContext(
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
-            _positions(config), self.shape.layout.group_of,
+            _positions(config), self.shape.layout.group_of, self.stage,
         )  # fmt: skip
-        own = len(described.layers)
+        own = len(specs) - len(behind)
         self.model = load_model(
             self.folder, model_config, context.layers(0, own), config.load_format, config.seed, config.quantization
         )
@@ -157,7 +170,9 @@ class Worker:
             shortened = replace(
                 model_config, max_position_embeddings=min(model_config.max_position_embeddings, _positions(config))
             )
-            calibration = Calibration(self.model, shortened, self.shape, self.dtype, self.mesh.tp, self.device)
+            calibration = Calibration(
+                self.model, shortened, self.shape, self.dtype, self.mesh.tp, self.device, self.pipeline
+            )
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
             self.notes.append(self.kv_scales.note)
             fill_missing_scales(self.draft)
@@ -166,7 +181,8 @@ class Worker:
         if waiting and self.device.type == "cuda":
             self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
         limits = scratch_limits(model_config.vocab_size)
-        check.run(step_checks(subject, self._graphs(limits, decode_lens=(1,)), self.refused_graphs))
+        unconnected = Pipeline(self.stage, hidden_size=described.hidden_size)
+        check.run(step_checks(subject, self._graphs(limits, decode_lens=(1,)), self.refused_graphs, unconnected))
         self.notes += check.notes
         self.demoted = check.demoted
 
@@ -210,14 +226,17 @@ class Worker:
             graphs,
             drafter=drafter,
             pooling=self.model_config.pooling,
+            pipeline=self.pipeline,
+            dtype=self.dtype,
         )
 
     def _graphs(self, limits: RunnerLimits, decode_lens: tuple[int, ...]) -> GraphSettings | None:
         if self.device.type != "cuda":
             return None
+        weights = multiplied_weights(self.model) / max(1, self.shape.num_layers - self.shape.num_drafting)
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
+            most_in_pieces(self.mesh.engine.largest(weights, self.device)),  # stages must run steps of the same sizes
             decode_lens=decode_lens,
         )  # fmt: skip
 
@@ -232,7 +251,7 @@ class Worker:
         return msgspec.structs.replace(
             self._facts(left=use.left),
             notes=[*self.notes, memory],
-            step_times=measure_step_times(self.runner, self.mesh.tp),
+            step_times=measure_step_times(self.runner, self.mesh.engine),
             step_bytes=use.step,
             table_bytes=max(0, use.standing - self._weight_bytes),
             graph_bytes=use.graphs,
@@ -343,7 +362,7 @@ class Worker:
         begun, self._begun = self._begun, None
         assert isinstance(begun, Forward)
         assert self.runner is not None
-        return self.runner.finish(begun, masks)
+        return self.runner.finish(begun, masks) if self.stage.is_last else PendingStep(begun.step.step)
 
     def _execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep | FinishedStep:
         """Launch a step. One that runs out of memory is computed in parts, with a note."""
@@ -369,7 +388,7 @@ class Worker:
     def _may_try_again(self, error: RuntimeError) -> bool:
         """Return whether a step that failed may be computed again: it found no memory, and no other rank waits inside
         a collective for what this one did not compute."""
-        return is_out_of_memory(error) and self.config.tensor_parallel_size == 1
+        return is_out_of_memory(error) and self.mesh.engine.size == 1
 
     def close(self) -> None:
         """Leave the group and free the device's memory."""

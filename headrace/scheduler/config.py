@@ -36,6 +36,8 @@ class SchedulerConfig:
     """Most draft tokens that each decode computes behind its last known one."""
     draft_places: int = 0
     """Places behind the tokens of a step to which what guesses tokens may write keys and values of its own."""
+    num_stages: int = 1
+    """Pipeline stages, each of which computes another step at the same time."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages"):

@@ -93,6 +93,7 @@ class StepPlan:
         for request in decodes:
             request.num_computed_tokens += 1
             request.num_inflight += 1
+            request.sampled_step = number
         for request, count in self.chunks:
             rows.append(request.row)
             computed.append(request.num_computed_tokens)
@@ -101,6 +102,8 @@ class StepPlan:
             reaches_end = request.num_computed_tokens == request.num_tokens
             samples.append(reaches_end)
             request.num_inflight += reaches_end
+            if reaches_end:
+                request.sampled_step = number
         requests = self.requests()
         if config.num_drafts:
             for request, sampled in zip(requests, samples, strict=True):

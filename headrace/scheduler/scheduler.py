@@ -243,6 +243,7 @@ class Scheduler:
         num_drafts, longest = self.config.num_drafts, self.config.max_model_len
         behind = num_drafts + self.config.draft_places
         preempted, partials = False, []
+        awaited = self._awaited_by_stages() if self.config.num_stages > 1 else ()
         for request in self.running.items[:]:
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
@@ -253,6 +254,8 @@ class Scheduler:
                 continue
             if total >= request.max_total_tokens:  # what is in flight fills its length
                 continue
+            if awaited and request.request_id in awaited:
+                continue
             if computed + behind < request.num_blocks * block_size:
                 decodes.append(request)
                 continue
@@ -260,6 +263,32 @@ class Scheduler:
                 decodes.append(request)
             preempted = plan.preempted
         return [request for request in partials if request.status is RequestStatus.RUNNING]
+
+    def _awaited_by_stages(self) -> set[str]:
+        """Return the ids of running requests that leave this step to others, so that each pipeline stage has a step to
+        compute.
+
+        A request waits until the step that samples its newest token has left the last stage, and each step takes its
+        share of all that decode, those first that have waited longest. If all wait and nothing else is queued, those
+        that sampled first go on: their tokens reach the first stage without the host, which is then the sooner way.
+        """
+        stages, now = self.config.num_stages, self._next_step
+        ready, others = [], False
+        for request in self.running.items:
+            total = len(request.token_ids) + request.num_inflight
+            if total - request.num_computed_tokens != 1:
+                others = True
+            elif total < request.max_total_tokens:
+                ready.append(request)
+        if not ready:
+            return set()
+        chosen = [request for request in ready if not request.num_inflight or request.sampled_step <= now - stages]
+        if not chosen and not others and len(self._steps) < 2:
+            first = min(request.sampled_step for request in ready)
+            chosen = [request for request in ready if request.sampled_step == first]
+        chosen.sort(key=lambda request: request.sampled_step)
+        kept = {request.request_id for request in chosen[: -(-len(ready) // stages)]}
+        return {request.request_id for request in ready if request.request_id not in kept}
 
     def _waiting_beside(self, partials: list[Request]) -> Request | None:
         """Return the first waiting request, if it can start now and the prompts under way share their steps with it."""

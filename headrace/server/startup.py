@@ -20,7 +20,8 @@ def startup_lines(engine: AsyncEngine, formats: OutputFormats, seconds: float) -
         value = f"{entry.value:,}" if isinstance(entry.value, int) else entry.value
         return f"{value}{unit} ({entry.reason})"
 
-    gpus = f", {config.tensor_parallel_size} GPUs" if config.tensor_parallel_size > 1 else ""
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    gpus = f", {ranks} GPUs" if ranks > 1 else ""
     weights = f", weights in {config.quantization}" if config.quantization else ""
     limits = (
         setting("max_num_seqs", " requests at once"),

@@ -189,7 +189,6 @@ AMD_COMMANDS = [
     if '"command": "quantize"' not in line
 ]
 REFUSED = {
-    "--pipeline-parallel-size 2": "--pipeline-parallel-size must be 1, got '2': a model is split inside its",
     "--data-parallel-size 8": "--data-parallel-size must be 1, got '8': a server is one replica",
     "call so the": "unexpected argument so the ROCm runtime",
 }

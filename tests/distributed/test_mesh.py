@@ -64,8 +64,9 @@ def test_ranks_are_numbered_shares_first_then_stages_then_engines() -> None:
     ]  # fmt: skip
     assert [ranks.rank(ranks.place(rank)) for rank in range(12)] == [*range(12)]
     assert ranks.place(9) == Place(dp=1, pp=1, tp=1)
-    groups = {kind: ranks.members(kind, 9) for kind in ("tp", "pp", "dp", "experts")}
-    assert groups == {"tp": [8, 9], "pp": [7, 9, 11], "dp": [3, 9], "experts": [2, 3, 8, 9]}
+    groups = {kind: ranks.members(kind, 9) for kind in ("tp", "pp", "dp", "engine", "experts")}
+    engine = [6, 7, 8, 9, 10, 11]
+    assert groups == {"tp": [8, 9], "pp": [7, 9, 11], "dp": [3, 9], "engine": engine, "experts": [2, 3, 8, 9]}
 
 
 def test_groups_of_eight_ranks(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_groups_of_eight_ranks(tmp_path: Path) -> None:
 
     def rank_main(rank: int) -> tuple[list[float], list[float]]:
         mesh = init_mesh(rank, ranks, str(tmp_path / "meet"), timeout=timedelta(seconds=60))
-        groups = (mesh.tp, mesh.pp, mesh.back, mesh.dp, mesh.experts)
+        groups = (mesh.tp, mesh.pp, mesh.back, mesh.dp, mesh.engine, mesh.experts)
         sums = [float(group.all_reduce(torch.tensor([2.0**rank]))) for group in groups]
         other, mine = 1 - mesh.pp.rank, torch.tensor([float(rank), 7.0])
         left = [mesh.pp.send(mine, other), mesh.back.send(-mine, other)]
@@ -87,7 +88,7 @@ def test_groups_of_eight_ranks(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         for rank, (sums, got) in enumerate(pool.map(rank_main, range(8))):
-            kinds = ("tp", "pp", "pp", "dp", "experts")
+            kinds = ("tp", "pp", "pp", "dp", "engine", "experts")
             assert sums == [sum(2.0**member for member in ranks.members(kind, rank)) for kind in kinds]
             other = ranks.rank(ranks.place(rank)._replace(pp=1 - ranks.place(rank).pp))
             assert got == [-other, -7, other, 7]

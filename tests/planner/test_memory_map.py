@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.cache_groups import cache_layout
 from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES, GraphSettings
 from headrace.kernels import filter
@@ -23,7 +24,7 @@ from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.model_spec import total
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
-from headrace.models.registry import SERVED
+from headrace.models.registry import SERVED, describe
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
@@ -31,6 +32,7 @@ from headrace.planner.memory_map import MemoryMap
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, rank_shares, shape_of
 from headrace.planner.weights import layer_bytes
+from headrace.stages import Stage, divide_layers
 from tests.models.driver import make_context
 from tests.models.tiny_configs import VARIANTS, tiny_config
 from tests.planner.planner_cases import mapped
@@ -274,9 +276,36 @@ def test_pipelines_split_layers_and_their_cache() -> None:
     whole, halves = on(H200, "llama-3.1-70b"), on(H200, "llama-3.1-70b", Parallel(pp=2))
     assert not whole.fits
     assert halves.fits
-    assert halves.kv_bytes_per_token == whole.kv_bytes_per_token / 2
-    assert halves.weights["dense"] == whole.weights["dense"] / 2
-    assert (halves.weights["embedding"], halves.weights["head"]) == (0, whole.weights["head"])
+    layers = 80  # the first stage has one more: the head reads as many weights as a layer and a quarter
+    assert halves.kv_bytes_per_token == whole.kv_bytes_per_token * 41 // layers
+    assert halves.weights["dense"] == whole.weights["dense"] * 41 // layers
+    assert (halves.weights["embedding"], halves.weights["head"]) == (whole.weights["embedding"], 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "GptOssForCausalLM", "YoutuForCausalLM", "Qwen3_5ForCausalLM"]
+)
+def test_weights_of_a_stage_are_those_of_the_layers_that_are_built(architecture: str, tp: int) -> None:
+    """To the byte, and the map is that of the stage whose cache holds least."""
+    config = tiny_config(architecture, next(iter(VARIANTS[architecture].values()))).to_dict()
+    config["architectures"] = [architecture]
+    built, shape = ModelConfig.from_dict(config), shape_of(config, "tiny")
+    spec = describe(built)
+    partition = divide_layers(spec.layers, spec.vocab_size * spec.hidden_size, 2)
+    whole, held = make_context(built, Mesh(Group(0, tp)), torch.bfloat16), []
+    for stage in (Stage(0, partition), Stage(1, partition)):
+        groups = cache_layout(spec, tp, 2, 16, stage).group_of
+        model = build_model(
+            built, dataclasses.replace(whole, specs=whole.specs[stage.layers], stage=stage, groups=groups)
+        )
+        layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+        for layer in layers:
+            layer.create_weights(torch.device("meta"))
+        held.append(sum(map(weight_bytes, layers)))
+    assert mapped(shape, H200, Parallel(tp=tp, pp=2)).weight_bytes in held
+    small = dataclasses.replace(H200, memory_bytes=2 * GIB)
+    assert mapped(shape, small, Parallel(tp=tp, pp=2)).weight_bytes in held
 
 
 def test_formats() -> None:

@@ -310,7 +310,7 @@ def checked_graphs(mode: str, config: dict[str, Any] = LLAMA) -> tuple[SelfCheck
     """(the check, what is left of `mode`)"""
     found, refused = subject(config, kernels=KERNELS), set[str]()
     check, settings = SelfCheck(Group(), CPU), settings_of(mode, found)
-    check.run(step_checks(found, settings, refused, RecordingDevice))
+    check.run(step_checks(found, settings, refused, device=RecordingDevice))
     return check, without_graphs(settings, refused)
 
 

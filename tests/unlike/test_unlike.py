@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from torch import Tensor
 from headrace import LLM, SamplingParams
 from headrace.attention.table import select_backend
 from headrace.cache_groups import cache_layout
+from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
+from headrace.models.loader import build_model
 from headrace.models.registry import attention_specs, describe
+from headrace.stages import Stage
+from tests.models.driver import make_context
 from tests.models.mixed_format import quantize
 from tests.unlike import reference
 from tests.unlike.family import ARCHITECTURE, CONFIG
@@ -114,3 +119,12 @@ def test_each_kind_of_layer_has_a_group_and_one_backend_serves_all() -> None:
     assert kinds == {"full": (0,), "window": (1, 5), "chunk": (2,), "latent": (3, 6), "state": (4, 7)}
     chosen = select_backend(attention_specs(config, tp_size=2, block_size=16, dtype="bfloat16", device_type="cuda"))
     assert chosen.name == "TRITON_ATTN"
+
+
+def test_a_family_that_does_not_say_in_stages_is_not_divided_into_them() -> None:
+    config = ModelConfig.from_dict(CONFIG)
+    context = replace(make_context(config), stage=Stage(0, (4, 4)))
+    with pytest.raises(
+        ConfigError, match=r"pipeline_parallel_size must be 1 for UnlikeForCausalLM, got 2: .*in_stages"
+    ):
+        build_model(config, context)

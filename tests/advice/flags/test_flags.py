@@ -127,7 +127,7 @@ def test_variables_that_are_knobs_name_their_flag() -> None:
         ("--disable-prefix-caching", "--enable-prefix-caching", True),
         ("--enable-log-requests", "--disable-log-requests", True),
         ("--no_async_scheduling", "--async-scheduling", True),
-        ("-pp", "--pipeline-parallel-size", False),
+        ("-dp", "--data-parallel-size", False),
         ("-dpn", "--data-parallel-rank", False),
         ("--speculative_config", "--speculative-config", False),
     ],
@@ -166,7 +166,6 @@ def judged(name: str, value: str) -> Note | None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("--pipeline-parallel-size", "2", "--pipeline-parallel-size must be 1, got '2': a model is split inside"),
         ("--data-parallel-size", "8", "--data-parallel-size must be 1, got '8': a server is one replica"),
         ("--data-parallel-size", "x", "--data-parallel-size must be a whole number, got 'x'"),
         ("--data-parallel-size", "0", "--data-parallel-size must be at least 1, got '0'"),

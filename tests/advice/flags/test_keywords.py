@@ -49,7 +49,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"enable_lora": False, "rope_scaling": {}, "logits_processors": [], "cpu_offload_gb": 0}, {}),
     ({"task": "embed", "tokenizer_mode": "auto"}, {"task": "embed"}),
     ({"pooler_config": {"normalize": False}}, {"pooler_config": {"normalize": False}}),
-    ({"pipeline_parallel_size": 1, "data_parallel_size": 1, "model_impl": "vllm", "config_format": "hf"}, {}),
+    ({"data_parallel_size": 1, "model_impl": "vllm", "config_format": "hf"}, {}),
 ]
 INERT: list[tuple[dict[str, Any], str]] = [
     ({"swap_space": 4}, "recomputed, not swapped"),
@@ -72,7 +72,6 @@ INERT: list[tuple[dict[str, Any], str]] = [
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_lora": True}, "enable_lora=True is not supported: headrace does not serve adapters (LoRA) yet"),
     ({"cpu_offload_gb": 10}, "cpu_offload_gb must be 0, got '10'"),
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got '2'"),
     ({"tokenizer_mode": "mistral"}, "tokenizer_mode must be auto or hf or slow, got 'mistral'"),
     ({"model_impl": "transformers"}, "model_impl must be auto or vllm"),
     ({"rope_scaling": {"factor": 1.0}}, "--hf-overrides has fields of config.json"),

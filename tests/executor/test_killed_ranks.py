@@ -1,0 +1,124 @@
+"""A rank that dies or hangs, whichever it is and whatever it does, takes its group along within seconds, and the error
+names it; the next start works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.distributed.progress import Progress, RankProgress, blame
+from headrace.errors import EngineDeadError
+from headrace.executor import multiproc
+from headrace.process import Child, spawn
+from headrace.request import EngineCoreRequest
+from tests.speed import PATIENCE
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 512,
+    "cpu_threads": 1, "pipeline_parallel_size": 2,
+}  # fmt: skip
+PARAMS = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The ranks that the test starts."""
+    started: list[Child] = []
+
+    def noting(module: str, config: bytes, **environment: str) -> Child:
+        started.append(spawn(module, config, **environment))
+        return started[-1]
+
+    monkeypatch.setattr(multiproc, "spawn", noting)
+    return started
+
+
+def signal_mid_step(llm: LLM, child: Child, number: int) -> str:
+    """Send a signal to a rank once steps are under way; return the error that ends the engine."""
+    core = llm._core
+    for name in ("a", "b", "c"):
+        core.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=[5, 6, 7], params=PARAMS, max_tokens=450, seed=0)
+        )
+    for _ in range(12):
+        core.step()
+    assert core.busy
+    os.kill(child.process.pid, number)
+    with pytest.raises(EngineDeadError) as caught:
+        run_on(llm)
+    return str(caught.value)
+
+
+def run_on(llm: LLM) -> None:
+    while llm._core.has_work():
+        llm._core.step()
+
+
+def gone(children: list[Child]) -> None:
+    end = time.monotonic() + PATIENCE
+    while any(child.is_alive() for child in children) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(child.is_alive() for child in children)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_killed_mid_step(children: list[Child], stage: int) -> None:
+    """The other one waits for it inside a collective, and hears only that nobody answers."""
+    llm = LLM("demo", **SETTINGS)
+    said = signal_mid_step(llm, children[stage], signal.SIGKILL)
+    assert said == f"rank {stage} died (exit code -9)"
+    gone(children)
+    llm.shutdown()
+
+
+def test_a_rank_that_hangs_is_noticed_and_named(children: list[Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the start after it works."""
+    monkeypatch.setattr(multiproc, "STALL_SECONDS", 1.0)
+    monkeypatch.setattr(multiproc, "SLOWEST", 3)
+    llm = LLM("demo", **SETTINGS)
+    said = signal_mid_step(llm, children[1], signal.SIGSTOP)
+    assert "no rank has moved for" in said
+    assert "rank 1 has not moved since command" in said
+    gone(children)
+    llm.shutdown()
+    assert not [child for child in psutil.Process().children() if child.pid in {one.process.pid for one in children}]
+
+
+def test_a_rank_killed_while_it_loads(children: list[Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the others have met it."""
+
+    def killing(module: str, config: bytes, **environment: str) -> Child:
+        child = spawn(module, config, **environment)
+        if len(children) == 1:
+            child.process.kill()
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(multiproc, "spawn", killing)
+    with pytest.raises(EngineDeadError, match=r"rank 1 died \(exit code -9\)"):
+        LLM("demo", **SETTINGS)
+    gone(children)
+
+
+def test_what_ranks_count_is_read_by_whoever_waits(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    seen, first, second = Progress(path, 2), Progress(path, 2, 0), Progress(path, 2, 1)
+    first.take()
+    first.enter("tp.all_reduce")
+    second.take()
+    second.enter("tp.all_gather of a name that is long")
+    second.leave()
+    assert seen.read() == [
+        RankProgress(0, 1, 1, 0, "tp.all_reduce"),
+        RankProgress(1, 1, 1, 1, "tp.all_gather of a name "),
+    ]
+    assert blame(seen.read()) == (
+        "rank 1 has not moved since command 1, after 1 collectives; rank 0 in tp.all_reduce (1) waits"
+    )
