@@ -98,6 +98,7 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": "ERNIE 4.5",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
+    "BailingMoeV2ForCausalLM": "Ling 2, Ring 2",
     "HunYuanDenseV1ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",
     "HunYuanMoEV1ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",
     "HYV3ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",

@@ -263,6 +263,38 @@ def cohere2_moe(c: Fields) -> Described:
     return alike(mixers, blocks, replace(PARALLEL, norm=norm), logit_scale=scale)
 
 
+# ---- Ling and Ring
+
+LING = (
+    ("model.word_embeddings.", "model.embed_tokens."),
+    (".attention.query_key_value.", ".self_attn.qkv_proj."),
+    (".attention.query_layernorm.", ".self_attn.q_norm."),
+    (".attention.key_layernorm.", ".self_attn.k_norm."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+)
+"""Their names of tensors -> ours"""
+
+
+def bailing_moe2(c: Fields) -> Described:
+    """Describe Ling 2 and Ring 2, with experts of DeepSeek's form."""
+    if c.flag("use_bias"):
+        raise c.refusal("use_bias", "false")
+    if c.text("score_function", "sigmoid") != "sigmoid":
+        raise c.refusal("score_function", "sigmoid")
+    norm = rms_norm(c)
+    qk_norm: Literal["head", "none"] = "head" if c.flag("use_qk_norm") else "none"
+    share = c.integer("rotary_dim", head_dim(c), maximum=head_dim(c)) / head_dim(c)
+    mixer = attention(c, rope=read_rope(c, share=share), qk_norm=qk_norm, qkv_bias=c.flag("use_qkv_bias"), norm=norm)
+    shared = c.integer("num_shared_experts", 0, 0)
+    c = c.changed({"n_routed_experts": c.integer("num_experts"), "n_shared_experts": shared})
+    routed = sigmoid_experts(c)
+    if c.values.get("moe_shared_expert_intermediate_size") is not None:
+        routed = replace(routed, intermediate_size=shared * c.integer("moe_shared_expert_intermediate_size"))
+    blocks = [routed if sparse else dense(c) for sparse in behind_dense(c, 0)]
+    return alike([mixer] * len(blocks), blocks, Norms(norm=norm), names=LING)
+
+
 # ---- Hunyuan
 
 

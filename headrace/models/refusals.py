@@ -21,14 +21,58 @@ REFUSED = {
     **dict.fromkeys(
         ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "ZambaForCausalLM"), MAMBA.format("Mamba")
     ),
+    **dict.fromkeys(
+        ("BloomForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"),
+        ": its scores fall with the distance of keys (ALiBi), which no kernel here computes",
+    ),
+    **dict.fromkeys(
+        ("GPT2LMHeadModel", "OPTForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "XGLMForCausalLM"),
+        ": it adds an embedding of each position, for which there is no module here",
+    ),
+    **dict.fromkeys(
+        ("GPTNeoXForCausalLM", "FalconForCausalLM"),
+        ": its feed-forward has an exact GELU, and reads another norm than attention beside it",
+    ),
+    **dict.fromkeys(
+        ("PhiForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM"),
+        ": its head has biases, for which there is no module here",
+    ),
+    "PhimoeForCausalLM": ": its router, SparseMixer, weighs an expert against those with near scores alone, which no "
+    "kernel here does",
+    **dict.fromkeys(
+        ("Step3TextForCausalLM", "Step3VLForConditionalGeneration"),
+        ": its queries are projected, normed and projected again (multi-matrix factorization), for which there is no "
+        "module here",
+    ),
+    **dict.fromkeys(
+        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration", "Lfm3ForCausalLM"),
+        ": most of its layers are short convolutions, which have no cache here",
+    ),
+    **dict.fromkeys(
+        ("KimiLinearForCausalLM", "BailingHybridForCausalLM"),
+        ": its states decay by a factor for each number of a key, which no kernel here computes",
+    ),
+    "MiMoV2FlashForCausalLM": ": its values are smaller than its keys, which no cache here holds",
+    "LongcatFlashForCausalLM": ": some of its experts return their input, which no kernel here does",
+    "BitNetForCausalLM": ": it norms attention's heads and the feed-forward's inner numbers, for which there are no "
+    "modules here",
+    "DeepseekV4ForCausalLM": ": its keys are compressed over several tokens, and it keeps several residuals",
+    **dict.fromkeys(
+        ("AfmoeForCausalLM", "LagunaForCausalLM"),
+        ": its attention has gates that are projected apart from queries, for which there is no module here",
+    ),
     "ApertusForCausalLM": ": its activation, xIELU, has learned numbers, which no kernel here takes",
     **dict.fromkeys(
         ("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
         ": its layers add embeddings of their own, keep several residuals, and share keys and values",
     ),
     **dict.fromkeys(
-        ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
-        ": its layers have heads of different sizes, and add embeddings of their own or share keys and values",
+        (
+            "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4UnifiedForConditionalGeneration",
+            "Gemma4UnifiedForCausalLM",
+        ),
+        ": its layers have heads of different sizes and scale the residual, and add embeddings of their own or share "
+        "keys and values",
     ),
 }  # fmt: skip
 """architecture -> why it is not served, as the end of a sentence"""

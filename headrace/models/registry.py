@@ -231,6 +231,7 @@ MODELS = (
     ModelEntry("Jais2ForCausalLM", families.jais2, *LLAMA, (KV_HEADS,), {"hidden_act": "relu2"}),
     ModelEntry("HunYuanDenseV1ForCausalLM", families.hunyuan, *LLAMA),
     ModelEntry("HunYuanMoEV1ForCausalLM", expert_families.hunyuan_moe, *LLAMA, ("num_experts", "moe_topk")),
+    ModelEntry("BailingMoeV2ForCausalLM", expert_families.bailing_moe2, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH)),
     ModelEntry("HYV3ForCausalLM", expert_families.hunyuan3, *LLAMA, (KV_HEADS, "num_experts", PER_TOKEN)),
     ModelEntry(
         "SolarOpenForCausalLM", partial(expert_families.glm4_moe, share=1.0, dense_layers=0), *LLAMA,

@@ -13,6 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.models.expert_families import LING
+
 BASE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -482,6 +484,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "alpha": ODD | {"head_dim": 24, "num_experts": 7, "moe_topk": 3, "rope_parameters": ALPHA_ROPE},
         "each-layer": ODD | {"head_dim": 16, "num_experts": 5, "moe_topk": [1, 3, 2]},
     },
+    "BailingMoeV2ForCausalLM": {
+        "groups": LATENT
+        | {"head_dim": 24, "num_key_value_heads": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+        | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4, "attention_bias": True}
+        | {"routed_scaling_factor": 2.5, "num_experts": 15, "num_shared_experts": 1},
+    },
     "HYV3ForCausalLM": {
         "biases": ODD
         | {"head_dim": 24, "num_key_value_heads": 1, "num_shared_experts": 2, "attention_bias": True}
@@ -539,6 +547,7 @@ REFERENCES = {
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
+    "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
 }
 """architecture that transformers has not, or not under the names of its checkpoint -> one that computes the same"""
 KIMI_VISION = {"vt_num_hidden_layers": 1, "vt_hidden_size": 16, "vt_intermediate_size": 16, "mm_hidden_size": 16} | {
@@ -613,6 +622,9 @@ def _as_published(folder: Path, architecture: str) -> None:
     if (residual := config.pop("residual_multiplier", None)) is not None:
         config["scale_emb"], config["scale_depth"] = config.pop("embedding_multiplier"), residual * 3**0.5
         config["dim_model_base"] = 64 / config.pop("logits_scaling")
+    if architecture == "BailingMoeV2ForCausalLM":
+        _as_ling(config, tensors)
+        save_file(tensors, file)
     if (rope := config["rope_parameters"]).get("llama_4_scaling_beta"):
         original = rope["original_max_position_embeddings"]
         config["llama_4_scaling"] = {
@@ -626,6 +638,22 @@ def _as_published(folder: Path, architecture: str) -> None:
         tensors |= {"vision_tower.encoder.a.weight": torch.zeros(3), "mm_projector.proj.0.weight": torch.zeros(2)}
         save_file(tensors, file)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _as_ling(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Give fields and tensors the names of Ling's checkpoints, whose queries, keys and values are one linear."""
+    del config["n_routed_experts"], config["n_shared_experts"]
+    config["use_qkv_bias"], config["score_function"] = config.pop("attention_bias"), "sigmoid"
+    names = {ours: theirs for theirs, ours in LING}
+    for name in [*tensors]:
+        if ".q_proj." in name:
+            parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+            tensors[name.replace(".self_attn.q_proj.", ".attention.query_key_value.")] = torch.cat(parts)
+    for name in [*tensors]:
+        tensor, new = tensors.pop(name), name
+        for ours, theirs in names.items():
+            new = new.replace(ours, theirs)
+        tensors[new] = tensor
 
 
 @torch.inference_mode()

@@ -138,7 +138,7 @@ def test_checkpoints_of_known_size() -> None:
 SERVED_HERE = [name for name, entry in catalogue().items() if entry.config["architectures"][0] in SERVED]
 
 
-@sampled(("name", "tp"), SERVED_HERE, [1, 8])
+@sampled(("name", "tp"), SERVED_HERE, [1, 2, 4, 8])
 def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
     """To the byte, on the first rank, of each model of the catalogue that is served, as if it were unquantized; and
     rounded to fp8."""
