@@ -1,8 +1,8 @@
 """Describes what families of models write as tool calls and as reasoning: all that a parser takes for them.
 
-A new format is a row in `table.py`. Most need no code: their calls are written in one of the syntaxes that are there,
-with settings. A syntax is a frozen dataclass with a method `read`, which is given control after an opener and keeps it
-until its calls end:
+A new format is a row in `formats.json`, which `table.py` reads. Most need no code: their calls are written in one of
+the syntaxes that are there, with settings. A syntax is a frozen dataclass with a method `read`, which is given control
+after an opener and keeps it until its calls end:
 
 - `json_calls.JsonCalls`: objects with a name and arguments, one, several or a list
 - `named_calls.NamedCalls`: a name, a separator and arguments in JSON

@@ -51,8 +51,8 @@ def test_a_template_says_which_formats(family: str, template: str, expected: tup
 
 
 def test_every_choice_is_in_the_tables() -> None:
-    tools = {name for _, name in families._TOOL_MARKS} | set(families._TOOLS_OF_FAMILY.values())
-    reasoning = {name for _, name in families._REASONING_MARKS} | set(families._THINKERS.values()) | {"qwen3"}
+    tools = {name for _, name in families.TOOL_MARKS} | set(families.TOOLS_OF_FAMILY.values())
+    reasoning = {name for _, name in families.REASONING_MARKS} | set(families.THINKERS.values()) | {"qwen3"}
     assert tools <= TOOL_FORMATS.keys()
     assert reasoning <= REASONING_FORMATS.keys()
 
