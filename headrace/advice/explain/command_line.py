@@ -99,18 +99,20 @@ def parse_commands(text: str) -> list[CommandLine]:
             "no command of vLLM or headrace in this line; expected something like "
             f"'vllm serve MODEL --flags', got {masked(' '.join(text[:400].split()))[:80]!r}"
         )
-    return [_command(program, words, place) for program, words, place in shell.collected]
+    return list(map(_command, shell.collected))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a command stands: its variables, its container, its engine."""
+@dataclass
+class _Found:
+    """A command as it was found."""
 
+    program: str
+    words: list[str]
     variables: dict[str, str]
-    container: tuple[Setting, ...] = ()
-    engine: str = "vllm"
-    others: dict[str, str] = field(default_factory=dict)
+    others: dict[str, str]
     """Variables set for this command alone of which nothing is known."""
+    container: tuple[Setting, ...]
+    engine: str
 
 
 @dataclass
@@ -118,16 +120,18 @@ class _Shell:
     """Walks through shell text, remembers what was exported, and collects commands. Words bear marks."""
 
     exported: dict[str, str] = field(default_factory=dict)
-    collected: list[tuple[str, list[str], _Place]] = field(default_factory=list)
+    collected: list[_Found] = field(default_factory=list)
+    container: tuple[Setting, ...] = ()
+    """Flags of `docker run`, where the shell is in a container."""
 
-    def run(self, text: str, variables: Mapping[str, str] | None = None, container: tuple[Setting, ...] = ()) -> None:
+    def run(self, text: str, variables: Mapping[str, str] | None = None) -> None:
         for words in commands(text):
-            self.command(words, dict(variables or {}), container)
+            self.command(words, dict(variables or {}))
 
-    def command(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
+    def command(self, words: list[str], variables: dict[str, str]) -> None:
         words = [part for word in words for part in expanded(word, self.exported)]
         if words and words[0].startswith("-") and self.collected:  # a line that was meant to continue the one before
-            self.collected[-1][1].extend(words)
+            self.collected[-1].words.extend(words)
             return
         kept = words[:1] == ["export"]
         while words and (words[0] in KEYWORDS or ASSIGNMENT.fullmatch(words[0])):
@@ -140,13 +144,13 @@ class _Shell:
         elif program == "unset":
             self.exported = {name: value for name, value in self.exported.items() if name not in words[1:]}
         elif program in ("docker", "podman") and {"run", "exec"} & set(words[1:3]):
-            self._container(words, variables)
+            self._run_container(words, variables)
         elif program in ("bash", "sh") and any(re.fullmatch(r"-\w*c", word) for word in words[1:-1]):
-            self.run(plain(words[-1]), variables, container)
+            self.run(plain(words[-1]), variables)
         else:
-            self._program(words, variables, container)
+            self._program(words, variables)
 
-    def _program(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
+    def _program(self, words: list[str], variables: dict[str, str]) -> None:
         for at, word in enumerate(words):
             # What stands before the program (numactl, timeout, taskset, mpirun) is passed over, but for assignments.
             match = ASSIGNMENT.fullmatch(word)
@@ -154,34 +158,27 @@ class _Shell:
                 variables[match[1]] = match[2]
             program, taken, engine = _program_at(words, at)
             if program:
-                self._find(program, words[at + taken :], variables, container, engine)
+                self._find(program, words[at + taken :], variables, engine)
                 return
 
-    def _find(
-        self,
-        program: str,
-        words: list[str],
-        variables: dict[str, str],
-        container: tuple[Setting, ...],
-        engine: str = "vllm",
-    ) -> None:
+    def _find(self, program: str, words: list[str], variables: dict[str, str], engine: str = "vllm") -> None:
         others = {name: value for name, value in variables.items() if find_variable(name) is None}
-        self.collected.append((program, words, _Place(self.exported | variables, container, engine, others)))
+        found = _Found(program, words, self.exported | variables, others, self.container, engine)
+        self.collected.append(found)
 
-    def _container(self, words: list[str], variables: dict[str, str]) -> None:
+    def _run_container(self, words: list[str], variables: dict[str, str]) -> None:
         """`docker run`: the image's own entry point takes what follows it, where that is no command by itself."""
         runs = "run" in words[1:3]
         settings, inside, rest = self._container_flags(words[words.index("run" if runs else "exec") + 1 :], variables)
-        container = tuple(map(_read, settings))
         entry = next((plain(setting.value) for setting in settings if setting.name == "--entrypoint"), "")
         image, rest = plain(rest[0]) if rest else "", rest[1:]
-        shell, before = _Shell(collected=self.collected), len(self.collected)
+        shell, before = _Shell({}, self.collected, tuple(map(_read, settings))), len(self.collected)
         if entry:
-            shell.command([entry, *rest], inside, container)
+            shell.command([entry, *rest], inside)
         elif rest and not rest[0].startswith("-"):
-            shell.command(rest, inside, container)
+            shell.command(rest, inside)
         if runs and len(self.collected) == before and _is_for_server(image, rest):
-            shell._find("serve", rest[rest[0] == "serve" :], inside, container)
+            shell._find("serve", rest[rest[0] == "serve" :], inside)
 
     def _container_flags(
         self, words: list[str], variables: dict[str, str]
@@ -243,12 +240,10 @@ def _program_at(words: list[str], at: int) -> tuple[str, int, str]:
     return "", 0, ""
 
 
-def _command(program: str, words: list[str], place: _Place) -> CommandLine:
-    settings = [
-        Setting(name, value, find_variable(name), True, (value,))
-        for name, value in place.variables.items()
-        if find_variable(name) is not None
-    ]
+def _command(found: _Found) -> CommandLine:
+    program, words = found.program, found.words
+    known = ((name, value, find_variable(name)) for name, value in found.variables.items())
+    settings = [Setting(*one, True, (one[1],)) for one in known if one[2] is not None]
     positional: list[str] = []
     rest = list(words)
     while rest:
@@ -269,12 +264,12 @@ def _command(program: str, words: list[str], place: _Place) -> CommandLine:
         program,
         None if model is None else plain(model),
         tuple(map(_read, merged(settings))),
-        place.container,
+        found.container,
         tuple(masked(word) for word in positional if not is_unexpanded(word)),
-        place.engine,
+        found.engine,
         model or "",
         tuple(word for word in positional if is_unexpanded(word)),
-        place.others,
+        found.others,
     )
 
 
