@@ -86,11 +86,6 @@ def gaps(intervals: Sequence[Interval], start: float, end: float) -> list[Gap]:
     return idle
 
 
-def idle_share(intervals: Sequence[Interval], start: float, end: float) -> float:
-    """Return the idle share of the window, from 0 to 1."""
-    return sum(gap.length for gap in gaps(intervals, start, end)) / (end - start)
-
-
 def gap_lines(idle: Sequence[Gap], steps: int) -> list[str]:
     """Return the pairs of neighbours with the longest gaps, in microseconds a step."""
     return _largest(

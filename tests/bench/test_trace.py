@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from h200_parts.trace import Interval, gap_lines, gaps, idle_share, intervals_of, kernel_lines, short_name, step_window
+from h200_parts.trace import Interval, gap_lines, gaps, intervals_of, kernel_lines, short_name, step_window
 
 
 def test_overlapping_kernels_leave_no_gap() -> None:
     ran = [Interval(0, 10, "a"), Interval(8, 12, "b"), Interval(9, 11, "c"), Interval(15, 20, "d")]
     assert [(gap.length, gap.before, gap.after) for gap in gaps(ran, 0, 25)] == [(3, "b", "d"), (5, "d", "(end)")]
-    assert idle_share(ran, 0, 25) == pytest.approx(8 / 25)
-    assert idle_share([], 0, 10) == 1.0
-    assert idle_share([Interval(0, 10, "a")], 0, 10) == 0.0
+    assert [gap.length for gap in gaps([], 0, 10)] == [10]
+    assert gaps([Interval(0, 10, "a")], 0, 10) == []
 
 
 def test_a_trace_counts_what_ran_on_the_device() -> None:
