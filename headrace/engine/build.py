@@ -31,7 +31,7 @@ from headrace.planner.decisions import decide_before_load, decide_mixed_step, de
 from headrace.planner.fp8_cache import describe_lossy_cache, settled_cache
 from headrace.planner.profile import measured_here
 from headrace.planner.record import Decision
-from headrace.planner.served import StepPrediction, predict_steps
+from headrace.planner.served import StepPrediction, decide_gain, predict_steps
 from headrace.planner.settings import all_settings
 from headrace.planner.smaller import fewer_pages, smaller_plan
 from headrace.quantization.checkpoint_format import holds_kv_scales
@@ -80,7 +80,8 @@ def build_core(
             if part is not None:
                 part.shutdown()
         raise
-    settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk)])
+    guesses = log_decisions(decide_gain(loaded.config, prediction))
+    settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk), *guesses])
     watch = None if prediction is None else StepWatch(prediction)
     patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later
     return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience)

@@ -78,3 +78,12 @@ class DraftCosts:
             middle = (low + high) // 2
             low, high = (middle, high) if pays(middle) else (low, middle)
         return low
+
+    def describe(self, context: float, lengths: tuple[int, ...], rate: float = USUAL_RATE) -> str:
+        """Say what guessing gives one request, and from how many at once it stops to pay."""
+        gain = max(self.gain(1, context, length, rate) for length in lengths if length)
+        most = self.pays_up_to(context, lengths, rate)
+        if not most:
+            return f"predicted never to pay where {rate:.0%} of guesses are right"
+        end = "however many run" if most == MOST_REQUESTS else f"paying up to {most} at once"
+        return f"where {rate:.0%} of guesses are right, {gain:.1f} times the speed of one request is predicted, {end}"

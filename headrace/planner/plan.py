@@ -20,7 +20,7 @@ from headrace.planner.predict import Prediction
 from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate, SearchResult, TooLarge, evaluate, score, search, simulated
-from headrace.planner.settings import PACE, engine_decisions, parallel_decisions
+from headrace.planner.settings import PACE, engine_decisions, guessing_gain, parallel_decisions
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
 from headrace.planner.speculation import speculation_gaps
@@ -261,7 +261,7 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
     if scenario.shape.plain_bytes == 4 and chip.vendor != "cpu":
         yield "products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower"
     if request.speculative_config:
-        yield "speculation is not in the prediction: how many draft tokens are accepted depends on the traffic"
+        yield f"guesses of tokens are not in the prediction: {guessing_gain(scenario, best)}"
     running, wanted = best.limits.max_num_seqs * best.parallel.dp, 0 if workload.request_rate else workload.concurrency
     if running < wanted:
         yield f"of {wanted:,} requests {running:,} run at once; the others wait"

@@ -20,7 +20,9 @@ from headrace.planner.fp8_cache import FP8, LOSSLESS, OFFERED, cache_for, cached
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
+from headrace.planner.speculation import plan_draft
 from headrace.quantization.formats import MADE_AT_LOAD, PLAIN, find_format
+from headrace.speculation import DRAFT_MODEL, Speculation
 
 HUB = "https://huggingface.co/"
 USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
@@ -139,6 +141,24 @@ class Scenario:
     def graph_mode(self) -> str:
         """cudagraph_mode, as far as it does not depend on the attention backend."""
         return str(graph_decision(self.request, self.chip, "").value)
+
+    @cached_property
+    def draft(self) -> ModelShape | None:
+        """The model that guesses tokens beside this one, if headrace runs one."""
+        speculation, draft = self._guesses
+        return draft if speculation is not None and speculation.method == DRAFT_MODEL else None
+
+    @property
+    def decode_lens(self) -> tuple[int, ...]:
+        """The numbers of tokens that a running request may have in a step of headrace's."""
+        speculation, _ = self._guesses
+        return (1,) if speculation is None else tuple(1 + length for length in speculation.lengths)
+
+    @cached_property
+    def _guesses(self) -> tuple[Speculation | None, ModelShape | None]:
+        if self.engine != "headrace":
+            return None, None
+        return plan_draft(self.request.speculative_config, self.shape, self.dtype.value)
 
     @property
     def converts(self) -> bool:

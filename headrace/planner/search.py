@@ -146,8 +146,9 @@ def _with_best_budget(scenario: Scenario, parallel: Parallel) -> Candidate | Too
     """Where the cache is what bounds a layout, smaller steps leave more of it."""
     request = scenario.request
     deployment = Deployment(
-        scenario.shape, scenario.chip, parallel, scenario.weight_format, scenario.kv_bytes, scenario.engine
-    )
+        scenario.shape, scenario.chip, parallel, scenario.weight_format, scenario.kv_bytes, scenario.engine,
+        scenario.draft,
+    )  # fmt: skip
     usual = _budget(scenario, deployment)
     best = _with_budget(scenario, deployment, usual)
     fixed = usual.source == "user" or not request.enable_chunked_prefill or scenario.chip.vendor == "cpu"
@@ -262,6 +263,7 @@ def _map(scenario: Scenario, deployment: Deployment, budget: int, seqs: int, lon
         block_size=scenario.block_size,
         graph_mode=scenario.graph_mode,
         speculates=bool(request.speculative_config) and scenario.shape.spec.draft_weights > 0,
+        decode_lens=scenario.decode_lens,
     )
 
 

@@ -5,6 +5,7 @@ The traffic is what the engine's flags say to expect, or else the usual one.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,12 +23,16 @@ from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Limits, Prediction, Workload, predict
+from headrace.planner.record import Decision
 from headrace.planner.scenario import USUAL_CONCURRENCY
 from headrace.planner.shapes import shape_of
-from headrace.planner.speculation import draft_shape
+from headrace.planner.speculation import FIELD, draft_shape
 from headrace.step import WorkerFacts
 
 logger = logging.getLogger(__name__)
+
+USUAL_CONTEXT = 1024
+"""Tokens of a request where nobody says how many, for what guessing gives; it depends little on them."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,16 @@ def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     drafts = None if config.speculation is None else DraftCosts(deployment)
     steps = step_model(replace(deployment, draft=None))
     return StepPrediction(steps, deployment.chip.title, excuse, deployment.chip.vendor != "cpu", drafts)
+
+
+def decide_gain(config: EngineConfig, prediction: StepPrediction | None) -> list[Decision]:
+    """Say what the guesses that a config asks for are expected to give; empty: nothing is guessed, or predicted."""
+    speculation = config.speculation
+    if speculation is None or prediction is None or prediction.drafts is None:
+        return []
+    context = (config.expected_input_len or USUAL_CONTEXT) + (config.expected_output_len or 0) / 2
+    why = f"given; {prediction.drafts.describe(min(context, config.max_model_len or context), speculation.lengths)}"
+    return [Decision(FIELD, json.dumps(config.speculative_config), why, source="user")]
 
 
 def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> MemoryMap | None:

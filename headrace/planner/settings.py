@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
+from headrace.planner.draft_costs import DraftCosts
 from headrace.planner.engines import graph_decision, smallest_window, vllm_backend, widest_mixer
 from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
 from headrace.planner.parallel import Parallel
@@ -16,6 +18,7 @@ from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score
 from headrace.planner.shapes import expert_share
+from headrace.planner.speculation import plan_draft
 
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
@@ -227,7 +230,7 @@ def engine_decisions(scenario: Scenario, best: Candidate) -> list[Decision]:
         graphs,
         default["cudagraph_capture_sizes"],
         default["async_scheduling"],
-        _speculation(scenario),
+        _speculation(scenario, best),
         default["gpu_memory_utilization"],
     ]
 
@@ -277,10 +280,21 @@ def _model_length(scenario: Scenario, length: int) -> Decision:
     return Decision(field, length, why)
 
 
-def _speculation(scenario: Scenario) -> Decision:
+def guessing_gain(scenario: Scenario, best: Candidate) -> str:
+    """Say what guessing tokens is expected to give beside the prediction, which leaves it out."""
+    given, shape = scenario.request.speculative_config, scenario.shape
+    speculation, draft = plan_draft(given, shape, scenario.dtype.value)
+    if speculation is None or scenario.engine != "headrace":
+        return "not predicted: how many guesses are right depends on the traffic"
+    costs = DraftCosts(replace(best.deployment, draft=draft))
+    context = best.workload.input_len + best.workload.output_len / 2
+    return costs.describe(context, speculation.lengths)
+
+
+def _speculation(scenario: Scenario, best: Candidate) -> Decision:
     field, given = "speculative_config", scenario.request.speculative_config
     if given:
-        return Decision(field, json.dumps(given), "given; not predicted", source="user")
+        return Decision(field, json.dumps(given), f"given; {guessing_gain(scenario, best)}", source="user")
     if scenario.engine == "headrace":
         return Decision(field, "off", "nobody asked for it", "ngram, where answers repeat parts of prompts")
     why = "how many draft tokens are accepted depends on the traffic"

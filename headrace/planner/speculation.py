@@ -11,10 +11,11 @@ from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.drafters import describe_draft, read_draft_config
 from headrace.models.registry import describe
+from headrace.planner.catalogue import find_model
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, shape_of
-from headrace.speculation import SERVED, Speculation
+from headrace.speculation import DRAFT_MODEL, NGRAM, SERVED, Speculation
 
 FIELD = "speculative_config"
 
@@ -55,10 +56,25 @@ def draft_shape(speculation: Speculation | None, model: ModelConfig, dtype: str)
     return shape.converted(wanted.weight_format(shape.weight_format)).held_in(dtype)
 
 
+def plan_draft(given: dict[str, Any], model: ModelShape, dtype: str) -> tuple[Speculation | None, ModelShape | None]:
+    """Return what a plan's `speculative_config` asks for, and what guesses beside `model`, if that is a model of its
+    own: a head, and layers that a model brings, are taken for one more layer of it. (None, None): it is off, or nothing
+    that is known here."""
+    try:
+        speculation = Speculation.of(given)
+        if speculation is None or speculation.method == NGRAM:
+            return speculation, None
+        if speculation.method == DRAFT_MODEL:
+            return speculation, find_model(speculation.model).held_in(dtype)
+    except ConfigError:
+        return None, None
+    return speculation, replace(model, spec=replace(model.spec, layers=model.spec.layers[-1:]))
+
+
 def speculation_gaps(given: dict[str, Any]) -> list[str]:
     """Return why a `speculative_config` is not served; empty: it is."""
     try:
-        speculation = Speculation.of({"num_speculative_tokens": 1, **given} if given else {})
+        speculation = Speculation.of(given)
     except ConfigError as error:
         return [str(error)]
     if speculation is None or speculation.method in SERVED:

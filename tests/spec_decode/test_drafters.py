@@ -15,6 +15,7 @@ import headrace
 from headrace import LLM, SamplingParams, StructuredOutputsParams
 from headrace.engine import build
 from headrace.errors import ConfigError
+from headrace.planner.served import predict_memory
 from headrace.request import Request, RequestOutput
 from headrace.scheduler.draft_length import DraftLength
 from headrace.spec_decode import draft_model
@@ -86,6 +87,13 @@ def test_answers_are_those_without(
         for _ in range(2):  # the second time, prompts are in the prefix cache
             assert written(answers(llm)) == written(plain)
         stats, shown = llm.stats(), llm.metrics.render().decode()
+        facts = llm._core.facts
+        predicted = predict_memory(facts.config, llm.model_config, facts.workers)
+        why = next(one.reason for one in facts.decisions if one.field == "speculative_config")
+    assert predicted is not None
+    (rank,) = facts.workers
+    assert (predicted.weight_bytes, predicted.kv_bytes_per_token) == (rank.weight_bytes, rank.layout.bytes_per_token)
+    assert "is predicted" in why
     counts = stats.drafts
     assert 0 < counts.num_accepted < counts.num_tokens
     assert counts.num_tokens <= 4 * counts.num_drafts
