@@ -7,8 +7,10 @@ computes all parts of a larger tile. The sums, their order and the instructions 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,8 @@ MANY: dict[tuple[str, int], Tile] = {
     ("hip", 2): Tile(128, 128, 8, 2),
     ("hip", 4): Tile(32, 64, 4, 2),
 }
+SLICES = 8
+"""of the inputs of a linear whose inputs ranks share"""
 FEW_TOKENS = 192
 """Up to so many tokens, a program computes one part."""
 PROGRAMS_WANTED = 256
@@ -103,6 +107,7 @@ def _matmul_kernel(
     N,
     K,
     x_stride,
+    weight_stride,
     PARTS: tl.constexpr,
     APART: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -125,7 +130,7 @@ def _matmul_kernel(
     k = tl.arange(0, BLOCK_K)
     row_in, column_in = row < num_tokens, column < N
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptrs = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    weight_ptrs = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[None, :] * weight_stride + k[:, None]
     size = tl.cdiv(tl.cdiv(K, BLOCK_K), PARTS) * BLOCK_K
     out_offset = row.to(tl.int64)[:, None] * N + column[None, :]
     mask = row_in[:, None] & column_in[None, :]
@@ -171,24 +176,33 @@ def _add_parts_kernel(
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=column_in)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in x's dtype (fp16, bf16 or fp32), with sums in fp32.
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    outputs: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype`, by default x's (fp16, bf16 or fp32), with sums
+    in fp32.
 
-    Row t of the result depends on row t of x alone, bit for bit. The weight is contiguous, and so are x's rows.
+    Row t of the result depends on row t of x alone, bit for bit. The rows of x and of the weight are contiguous.
+    `outputs`: those that all ranks have of the weight together, so that its sums do not depend on how many ranks there
+    are; None: N.
     """
     num_tokens, k = x.shape
     n, size = weight.shape[0], x.element_size()
-    out = torch.empty((num_tokens, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, n), dtype=dtype or x.dtype, device=x.device)
     if not num_tokens:
         return out
-    parts = num_parts(n, k, size)
+    parts = num_parts(outputs or n, k, size)
     few = num_tokens <= FEW_TOKENS
     tile = (FEW if few else MANY)[DEVICE_FAMILY, size]
     apart = few and parts > 1
     sums = torch.empty((parts, num_tokens, n), dtype=torch.float32, device=x.device) if apart else out
     tiles = -(-num_tokens // tile.block_m) * -(-n // tile.block_n)
     _matmul_kernel[(tiles, parts if apart else 1)](
-        out, sums, x, weight, bias, num_tokens, n, k, x.stride(0),
+        out, sums, x, weight, bias, num_tokens, n, k, x.stride(0), weight.stride(0),
         PARTS=parts, APART=apart, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], GROUP_M=GROUP_M,
         EVEN_K=k % BLOCK_K[size] == 0, num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
     )  # fmt: skip
@@ -198,6 +212,35 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out, sums, bias, num_tokens, n, PARTS=parts, BLOCK=block, num_warps=4, **overlap()
         )
     return out
+
+
+def matmul_slices(weight: Tensor, slices: int) -> Callable[[Tensor], Tensor]:
+    """Return what multiplies x [T, K] with weight [N, K] as so many slices of K, a power of two, and adds these up in
+    fp32 as a tree # [T, N] fp32.
+
+    A rank that holds the inputs of some of SLICES slices gets the sum of the same branch of the tree whatever else
+    there is. A CPU keeps a copy of 16-bit weights in fp32.
+    """
+    k = weight.shape[1]
+    places = [slice(*ends) for ends in pairwise(k * number // slices for number in range(slices + 1))]
+    on_cpu = weight.device.type == "cpu"
+    parts = [weight[:, place].float() if on_cpu else weight[:, place] for place in places]
+
+    def multiply(x: Tensor) -> Tensor:
+        if on_cpu:
+            return tree_sum([F.linear(x[:, place].float(), part) for place, part in zip(places, parts, strict=True)])
+        return tree_sum(
+            [matmul(x[:, place], part, dtype=torch.float32) for place, part in zip(places, parts, strict=True)]
+        )
+
+    return multiply
+
+
+def tree_sum(terms: list[Tensor]) -> Tensor:
+    """Return the sum of terms, a power of two of them: neighbours are added, then neighbouring sums, and so on."""
+    while len(terms) > 1:
+        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 def matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
 from headrace.kernels.fp8 import Rounding
+from headrace.kernels.matmul import SLICES, tree_sum
 from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
@@ -201,12 +202,26 @@ class RowParallelLinear(Linear):
 
     def __init__(self, in_features: int, out_features: int, group: Group, dtype: torch.dtype, bias: bool) -> None:
         super().__init__(row_spec(None, in_features, out_features, group, dtype, bias))
-        self.all_reduce = group.all_reduce
+        self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
+        self.ranks = group.size
         self.alone = group.size == 1
+        self.bias: Tensor | None = None
+        """what is added to sums of slices"""
         self.pending = False
         """Its output has one reader, a norm, which calls `added_to`."""
         self.sum_is_read_once = False
         """The sum with the residual has one reader, a linear, which norms it and can also make the sum."""
+
+    def attach(self, scheme: Scheme) -> None:
+        super().attach(scheme)
+        if self.spec.batch_invariant and scheme.product.sums_slices and SLICES % self.ranks == 0:
+            self.spec = replace(self.spec, slices=SLICES // self.ranks, adds_bias=True)
+            self.alone = False
+
+    def finalize(self) -> None:
+        if self.spec.slices:
+            self.bias = self.weights.get("bias")
+        super().finalize()
 
     def fuse_next_norm(self, norm: RMSNorm) -> None:
         """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
@@ -218,7 +233,11 @@ class RowParallelLinear(Linear):
         return Pending(self, x) if self.pending else self.computed(x)
 
     def computed(self, x: Any) -> Tensor:
-        return self.all_reduce(self.compute(x, None))
+        out: Tensor = self.compute(x, None)
+        if not self.spec.slices:
+            return self.all_reduce(out)
+        total = tree_sum([*self.all_gather(out).unflatten(-1, (self.ranks, -1)).unbind(-2)])
+        return (total if self.bias is None else total + self.bias).to(self.spec.dtype)
 
     def added_to(self, x: Any, residual: Tensor) -> Any:
         if self.alone:

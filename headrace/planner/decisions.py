@@ -35,6 +35,8 @@ WIDE_STEP, WIDER_STEP, EXPERT_ROWS = 8192, 16384, 1024
 """Tokens of a step on a GPU: WIDE_STEP, or WIDER_STEP where an expert would see fewer than EXPERT_ROWS tokens of it.
 (Qwen3-30B-A3B on an H200, 500 prompts of 2048 at once, 256 out: 5,130 output tokens/s at 4096, 5,546 at 8192, 5,850 at
 16384, 5,912 at 32768.)"""
+INVARIANT_RANKS = (1, 2, 4, 8)
+"""over which the slices of kernels/matmul.py can be divided evenly"""
 DEVICES = {"cuda": "a GPU", "cpu": "a CPU"}
 MOST_SEQS = {"cuda": 1024, "cpu": 64}
 FEWEST_SEQS = 8
@@ -127,7 +129,7 @@ def decide_before_load(
         settle("pp_layer_partition", *_partition(config, model))
         check_partition(config.replace(**changes).partition, describe(model).layers)
     if config.batch_invariant:
-        decisions.append(_batch_invariance(config, device_type))
+        decisions.append(_batch_invariance(config, model, device_type))
     if device_type == "cpu":
         settle("cpu_threads", *_cpu_threads(_ranks(config), beside_server))
     if "attention_backend" in measured:
@@ -194,16 +196,20 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Se
     return select_backend(specs, config.attention_backend)
 
 
-def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
+def _batch_invariance(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
     """How a request's tokens are made independent of other requests. Raises ConfigError where they cannot be."""
     if device_type == "cpu":
         return Decision("batch_invariant", True, "given; every token is computed alone", source="user")
-    if config.tensor_parallel_size > 2:
+    ranks, spec = config.tensor_parallel_size, describe(model)
+    if ranks not in INVARIANT_RANKS:
+        raise ConfigError(f"batch_invariant needs tensor_parallel_size 1, 2, 4 or 8, got {ranks}")
+    if ranks > 2 and (spec.is_moe or any(getattr(layer.mixer, "qk_norm", "") == "wide" for layer in spec.layers)):
         raise ConfigError(
-            f"batch_invariant needs tensor_parallel_size 1 or 2, got {config.tensor_parallel_size}: over more GPUs, "
-            "the order of sums depends on the size of the batch"
+            f"batch_invariant needs tensor_parallel_size 1 or 2 for this model, got {ranks}: over more GPUs, the order "
+            "of sums of experts, and of norms over all heads, depends on the size of the batch"
         )
-    return Decision("batch_invariant", True, "given; one order of sums whatever the batch, and slower", source="user")
+    why = "given; one order of sums whatever the batch, products over 8 slices of inputs in fp32, and slower"
+    return Decision("batch_invariant", True, why, source="user")
 
 
 def _pooling(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, Any], list[Decision]]:

@@ -169,6 +169,9 @@ class LinearSpec:
     """False where another rank adds the bias, because the ranks' outputs are summed"""
     batch_invariant: bool = False
     """A token's outputs must not depend on how many other tokens there are."""
+    slices: int = 0
+    """the products of so many slices of this rank's inputs are summed in fp32 as a tree, which ranks go on with before
+    the bias is added (kernels/matmul.py); 0: the outputs are whole"""
     over_ranks: Callable[[Tensor], Tensor] | None = None
     """numbers [..., n] of this rank -> the largest that any rank has, where ranks divide the inputs (all of them must
     ask); None: they do not"""
@@ -209,6 +212,9 @@ class Layout(Protocol):
 class Product(Protocol):
     """Computes with what a layout keeps. One object serves all linears of a model that have the same format. What is
     written out here holds for those that have nothing else to say."""
+
+    sums_slices: bool = False
+    """It can leave sums to ranks, as `LinearSpec.slices` says."""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         """Learn all the linears it will serve; called once, first. `kernels` None: those of the device's type."""

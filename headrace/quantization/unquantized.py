@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels.matmul import matmul
+from headrace.kernels.matmul import matmul, matmul_slices
 from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
@@ -47,6 +47,8 @@ class PlainLayout:
 class PlainProduct(Product):
     """Multiplies by weights of the activations' own type, in whichever way is fastest on the device."""
 
+    sums_slices = True
+
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
         """on a CPU: (out, in, dtype) -> how such weights are stored"""
@@ -77,8 +79,11 @@ class PlainProduct(Product):
     def multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         """Return the product with `weights`, without our kernels for few tokens and with nothing fused."""
         weight, bias = weights["weight"], weights.get("bias")
+        if spec.slices:
+            return matmul_slices(weight, spec.slices)
         if spec.batch_invariant and weight.device.type != "cpu":  # a CPU runs tokens one at a time
-            return lambda x: matmul(x, weight, bias)
+            outputs = sum(part.shape[0] for part in spec.parts)
+            return lambda x: matmul(x, weight, bias, outputs)
         choice = self.choices.get((spec.out_features, spec.in_features, spec.dtype))
         return hold_plain(weight, bias) if choice is None else choice.hold(weight, bias)
 

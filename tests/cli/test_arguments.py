@@ -231,7 +231,8 @@ def test_flags_of_vllm_become_ours_or_are_left_out(capsys: pytest.CaptureFixture
     sizes = {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2, 4], "max_cudagraph_capture_size": 8}
     guesses = {"method": "mtp", "num_speculative_tokens": 2}
     assert values == {
-        "model": "m", "compilation_config": sizes, "quantization": "awq", "speculative_config": guesses,
+        "model": "m", "compilation_config": sizes, "pipeline_parallel_size": 1, "quantization": "awq",
+        "speculative_config": guesses,
     }  # fmt: skip
     notes = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
     assert notes == [

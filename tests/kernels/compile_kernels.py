@@ -388,7 +388,9 @@ def compile_batch_invariant(family):
     """Linears of few and of many tokens, whole and in parts; attention; logsumexp."""
     matmul.DEVICE_FAMILY = family
     for dtype, (n, k), tokens in grid(DTYPES, ((4096, 4096), (28672, 100)), (1, 500)):
-        matmul.matmul(torch.zeros(tokens, k, dtype=dtype), torch.zeros(n, k, dtype=dtype))
+        x, weight = torch.zeros(tokens, k, dtype=dtype), torch.zeros(n, k, dtype=dtype)
+        matmul.matmul(x, weight)
+        matmul.matmul(x[:, : k // 8], weight[:, : k // 8], dtype=torch.float32)
     logsumexp.logsumexp(torch.zeros(2, 128256))
     for kernel in (matmul._matmul_kernel, matmul._add_parts_kernel, logsumexp._logsumexp_kernel):
         report(f"batch-invariant {kernel.__name__}", kernel, set())

@@ -1,10 +1,12 @@
 """The batch-invariant matmul against the reference, and its two ways to sum against each other."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from headrace.kernels import matmul as module
-from headrace.kernels.matmul import Tile, matmul, matmul_reference, num_parts
+from headrace.kernels.matmul import Tile, matmul, matmul_reference, num_parts, tree_sum
 from tests.sampled import sampled
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -46,6 +48,23 @@ def test_a_row_is_the_same_whether_parts_are_summed_together_or_apart(k):
     whole = matmul(x, weight)
     for first, last in ((0, 1), (7, 8), (89, 90), (3, 43), (0, 89)):
         assert torch.equal(matmul(x[first:last], weight), whole[first:last])
+
+
+def test_slices_are_summed_in_fp32_wherever_they_lie():
+    """The slices that a rank holds give its branch of the tree, of which the branches of all ranks make the whole."""
+    weight, x = torch.randn(24, 200).bfloat16(), torch.randn(3, 200).bfloat16()
+    ends = [200 * number // 8 for number in range(9)]
+    slices = [matmul(x[:, first:last], weight[:, first:last], dtype=torch.float32) for first, last in pairwise(ends)]
+    whole = tree_sum(slices)
+    assert (whole.double() - x.double() @ weight.double().T).norm() <= 1e-6 * whole.norm()
+    for ranks in (2, 4):
+        each, size = 8 // ranks, 200 // ranks
+        branches = []
+        for rank in range(ranks):
+            own_x, own = x[:, rank * size :][:, :size], weight[:, rank * size :][:, :size].contiguous()
+            places = pairwise(size * number // each for number in range(each + 1))
+            branches.append(tree_sum([matmul(own_x[:, a:b], own[:, a:b], dtype=torch.float32) for a, b in places]))
+        assert torch.equal(tree_sum(branches), whole)
 
 
 def test_no_tokens():
