@@ -88,8 +88,8 @@ GRAPH_MODES = {
 attention calls, or from one graph."""
 
 
-model_knob, cache_knob, scheduler_knob, workload_knob, server_knob = (
-    functools.partial(knob, group=group) for group in ("model", "cache", "scheduler", "workload", "server")
+model_knob, cache_knob, scheduler_knob, workload_knob, parallel_knob, server_knob = (
+    functools.partial(knob, group=group) for group in ("model", "cache", "scheduler", "workload", "parallel", "server")
 )
 
 
@@ -213,21 +213,43 @@ class EngineConfig:
 
     use_profile: bool = workload_knob(True, "Use what `headrace tune` measured for this model on this machine.")
 
-    tensor_parallel_size: int = knob(
-        1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
-    )
-    pipeline_parallel_size: int = knob(
+    tensor_parallel_size: int = parallel_knob(1, "GPUs over which each layer is split.", minimum=1, short="-tp")
+    data_parallel_size: int = parallel_knob(
         1,
-        "Stages over which the layers are divided, each on GPUs of its own.",
+        "Engines behind one port, each with GPUs and a cache of its own; a request goes to the one that is expected to "
+        "answer first.",
         minimum=1,
-        short="-pp",
-        group="parallel",
+        maximum=1024,
+        short="-dp",
     )
-    pp_layer_partition: str | None = knob(
+    data_parallel_size_local: int | None = parallel_knob(
+        None, "Of these engines, how many run on this machine; default: all.", minimum=1, short="-dpl"
+    )
+    data_parallel_rank: int | None = parallel_knob(
+        None,
+        "Run this one of the engines alone, on a port of its own; a balancer outside chooses.",
+        minimum=0,
+        short="-dpn",
+    )
+    data_parallel_start_rank: int | None = parallel_knob(
+        None, "With a balancer between machines, the first engine of this one.", minimum=0, short="-dpr"
+    )
+    data_parallel_external_lb: bool = parallel_knob(
+        False, "A balancer outside chooses the engine: start one server for each --data-parallel-rank.", short="-dpe"
+    )
+    data_parallel_hybrid_lb: bool = parallel_knob(
+        False, "A balancer outside chooses the machine, and each server one of its own engines.", short="-dph"
+    )
+    enable_expert_parallel: bool = parallel_knob(
+        False, "Give every GPU of an engine whole experts, in place of slices of all.", short="-ep"
+    )
+    pipeline_parallel_size: int = parallel_knob(
+        1, "Stages over which the layers are divided, each on GPUs of its own.", minimum=1, short="-pp"
+    )
+    pp_layer_partition: str | None = parallel_knob(
         None,
         "Layers of each pipeline stage, e.g. `18,14`; default: stages of equally many weights "
         "(VLLM_PP_LAYER_PARTITION).",
-        group="parallel",
     )
     attention_backend: str | None = knob(None, "Attention backend (the start says why one was chosen).")
     enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
@@ -262,12 +284,71 @@ class EngineConfig:
             )
         if self.pp_layer_partition is not None:
             parse_partition(self.pp_layer_partition, self.pipeline_parallel_size)
+        self._check_engines()
         limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if limit is not None and seqs is not None and seqs > limit:
             raise ConfigError(
                 f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({limit}): "
                 "every running request gets a token in every step"
             )
+
+    def _check_engines(self) -> None:
+        size, local, rank = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_rank
+        start, hybrid = self.data_parallel_start_rank, self.data_parallel_hybrid_lb
+        if self.data_parallel_external_lb and rank is None:
+            raise ConfigError(
+                "data_parallel_external_lb needs data_parallel_rank, which of the engines this server is: "
+                f"start one server for each of 0 to {size - 1}, on ports of their own"
+            )
+        if rank is not None and rank >= size:
+            raise ConfigError(f"data_parallel_rank must be less than data_parallel_size ({size}), got {rank}")
+        if rank is not None and (hybrid or start is not None):
+            raise ConfigError(
+                "data_parallel_rank runs one engine, so data_parallel_hybrid_lb and data_parallel_start_rank, which "
+                "choose several, cannot stand beside it"
+            )
+        if local is not None and local > size:
+            raise ConfigError(f"data_parallel_size_local must be at most data_parallel_size ({size}), got {local}")
+        if not hybrid and rank is None and (local or size) != size:
+            raise ConfigError(
+                f"data_parallel_size_local ({local}) leaves engines to other machines: add data_parallel_hybrid_lb and "
+                "a balancer in front of the machines' servers, or give data_parallel_rank"
+            )
+        if start is not None and (not hybrid or start % (local or size) or start + (local or size) > size):
+            raise ConfigError(
+                "data_parallel_start_rank needs data_parallel_hybrid_lb, and must be a multiple of "
+                f"data_parallel_size_local ({local}) that leaves it room below data_parallel_size ({size}), got {start}"
+            )
+
+    @property
+    def engine_ranks(self) -> range:
+        """Return which of the data-parallel engines run here."""
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        start = self.data_parallel_start_rank or 0
+        return range(start, start + (self.data_parallel_size_local or self.data_parallel_size))
+
+    def for_engine(self, rank: int) -> EngineConfig:
+        """Return the config of one of the engines that run here."""
+        if self.data_parallel_rank is not None:
+            return self
+        here, requests = len(self.engine_ranks), self.expected_concurrency
+        return self.replace(
+            expected_concurrency=None if requests is None else -(-requests // here),
+            data_parallel_rank=rank, data_parallel_size_local=here, data_parallel_start_rank=None,
+            data_parallel_hybrid_lb=False,
+        )  # fmt: skip
+
+    @property
+    def num_local_engines(self) -> int:
+        """Return how many engines share this machine, as far as this config knows."""
+        return self.data_parallel_size_local or len(self.engine_ranks)
+
+    @property
+    def first_gpu(self) -> int:
+        """Return the first GPU of this engine among those that its process sees."""
+        gpus = self.tensor_parallel_size * self.pipeline_parallel_size
+        return (self.data_parallel_rank or 0) % self.num_local_engines * gpus
 
     @property
     def speculation(self) -> Speculation | None:

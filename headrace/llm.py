@@ -1,4 +1,5 @@
-"""Runs a model offline: takes prompts and returns RequestOutputs in the same order. The core runs in this process."""
+"""Runs a model offline: takes prompts and returns RequestOutputs in the same order. The core runs in this process; the
+data-parallel ones, if there are several, in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from headrace.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearch
 from headrace.engine.build import build_core
 from headrace.engine.conversation import render_chat, shown_messages
 from headrace.engine.core import EngineCore
+from headrace.engine.core_processes import CoreProcesses
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
@@ -93,7 +95,11 @@ class LLM:
         model_config = read_served_config(folder, engine_config)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
-        self._core = build_core(engine_config, folder, False, executor, self.tokenizer)
+        self._core: EngineCore | CoreProcesses = (
+            build_core(engine_config, folder, False, executor, self.tokenizer)
+            if len(engine_config.engine_ranks) == 1
+            else CoreProcesses(engine_config, folder, executor)
+        )
         self._finalizer = weakref.finalize(self, _shut_down, self._core)
         gc.collect()
         gc.freeze()  # what the start made is never garbage, and scanning it again and again costs 8% of the throughput
@@ -279,7 +285,7 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Return numbers of running and waiting requests and KV blocks, and counters since start."""
-        return self._core.scheduler.stats()
+        return self._core.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's sampling defaults, from its generation_config.json: a copy that may be changed."""
@@ -402,7 +408,7 @@ class LLM:
                     )
 
 
-def _shut_down(core: EngineCore) -> None:
+def _shut_down(core: EngineCore | CoreProcesses) -> None:
     core.shutdown()
     gc.unfreeze()
 

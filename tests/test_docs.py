@@ -76,8 +76,7 @@ FAMILIES = {
     "Cohere2MoeForCausalLM": "Command R, R+, A, R7B",
     "GlmForCausalLM": "GLM-4, GLM-4-0414",
     "Glm4ForCausalLM": "GLM-4, GLM-4-0414",
-    "Phi3ForCausalLM": "Phi-2, Phi-3, Phi-4",
-    "PhiForCausalLM": "Phi-2, Phi-3, Phi-4",
+    "Phi3ForCausalLM": "Phi-3, Phi-4",
     "GraniteForCausalLM": "Granite 3, 4",
     "GraniteSWAForCausalLM": "Granite 3, 4",
     "GraniteMoeSWAForCausalLM": "Granite 3, 4",
@@ -285,6 +284,7 @@ def test_pages_are_as_short_as_they_promise() -> None:
 def served_table() -> str:
     """Return the README's table of what is served, made from the registries."""
     flags = [name for name in knob_types(EngineConfig) if name.endswith("_parallel_size")]
+    flags.remove("data_parallel_size")  # engines that share nothing serve whatever one does
     columns = ["models", "`architectures`", "plain weights"]
     columns += [f"`{name}`" for name in MADE_AT_LOAD]
     columns += [f"`--{name.replace('_', '-')}`" for name in flags]

@@ -1,6 +1,7 @@
 """Offers the engine to a server: for each request, an async iterator of RequestOutputs.
 
-The core runs in its own process. Text is made here, while the core computes. Knows nothing of HTTP.
+The core runs in its own process, or several do (replicas.py). Text is made here, while they compute. Knows nothing of
+HTTP.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import TypeVar
 from headrace.config import EngineConfig
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
-from headrace.engine.messages import Abort, CoreFacts
+from headrace.engine.messages import CoreFacts
 from headrace.engine.metrics import EngineMetrics
-from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
+from headrace.engine.output_processor import OpenRequest, OutputKind
 from headrace.engine.pooling import PoolingInputs
 from headrace.engine.queue_bound import QueueBound, Reservation
+from headrace.engine.replicas import Replicas, StartCore
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import EngineDeadError
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
@@ -42,19 +43,21 @@ GROUP_CHARS = 1 << 16
 """Characters or ids of prompts that a thread takes at a time; then it is the turn of other requests' prompts."""
 TOKENIZER_THREADS = 2
 STATS_SECONDS = 10.0
-MAX_MERGED_STEPS = 8
-"""Most further steps whose outputs are written together with those of one step, when writing falls behind. The write
-itself costs more than all that leads to it."""
 
 
 class AsyncEngine:
-    """Runs the requests of a server on a core in another process. Make one with `await AsyncEngine.start(config)`; end
+    """Runs the requests of a server on cores in other processes. Make one with `await AsyncEngine.start(config)`; end
     it with `await engine.shutdown()`."""
 
     def __init__(
-        self, client: AsyncMPClient, facts: CoreFacts, model_config: ModelConfig, tokenizer: Tokenizer | None
-    ) -> None:
+        self, start: StartCore, clients: dict[int, AsyncMPClient], all_facts: list[CoreFacts],
+        model_config: ModelConfig, tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        """`start`: starts the core of a rank. `clients`: those of the cores that have started, by rank; `all_facts` are
+        parallel to them. Of several engines the one with the least room bounds what a request may ask."""
+        facts = min(all_facts, key=lambda each: each.num_pages)
         self.config: EngineConfig = facts.config
+        self.num_engines = len(clients)
         self.decisions: list[Decision] = facts.decisions
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -63,8 +66,9 @@ class AsyncEngine:
         self.limits = limits
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
-        self.metrics = make_metrics(facts, limits)
-        self.queue = QueueBound(facts.config, self.metrics)
+        shown = [make_metrics(each, limits, rank) for rank, each in zip(clients, all_facts, strict=True)]
+        self.metrics, *self.metrics.others = shown
+        self.queue = QueueBound(facts.config, shown)
         """Bounds what waits; it holds for callers that reserve a place in it before they call `generate`."""
         self.default_sampling = sampling_defaults(facts.config, model_config)
         """Sampling parameters of requests that leave them out."""
@@ -77,19 +81,15 @@ class AsyncEngine:
         self.demoted: list[str] = facts.workers[0].demoted
         """Kernels and the like that failed the self-check at load and are not used."""
         self.kv_cache_tokens = layout.tokens_in(facts.num_pages, limits.max_model_len)
-        self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)
         self.pooling_inputs: PoolingInputs | None = None
         """What prepares the prompts of a model that pools."""
         if limits.pooling is not None:
             templated = facts.config.chat_template is not None
             self.pooling_inputs = PoolingInputs(limits.pooling, self._inputs, tokenizer, templated)
-        self._outputs = OutputProcessor(tokenizer, self.metrics)
+        self.replicas = Replicas(start, clients, all_facts, shown, self.queue, tokenizer)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._dead: EngineDeadError | None = None
-        self._tasks = [asyncio.create_task(self._receive_outputs(), name="engine-outputs")]
-        if not facts.config.disable_log_stats:
-            self._tasks.append(asyncio.create_task(self._log_stats(), name="engine-stats"))
+        self._logging = None if facts.config.disable_log_stats else asyncio.create_task(self._log_stats())
 
     @classmethod
     async def start(cls, config: EngineConfig, executor: str | None = None) -> AsyncEngine:
@@ -98,14 +98,23 @@ class AsyncEngine:
         folder = await asyncio.to_thread(model_folder, config)
         model_config = read_served_config(folder, config)
         sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
-        client = AsyncMPClient(config, folder, executor)
+        ranks = config.engine_ranks
+
+        def start(rank: int) -> AsyncMPClient:
+            name = "core" if config.data_parallel_size == 1 else f"core {rank}"
+            return AsyncMPClient(config.for_engine(rank), folder, executor, name)
+
+        clients = {rank: start(rank) for rank in ranks}
         try:
-            # The tokenizer loads while the core does.
-            tokenizer, facts = await asyncio.gather(asyncio.to_thread(load_tokenizer, config, folder), client.ready())
+            # The tokenizer loads while the cores do.
+            tokenizer, facts = await asyncio.gather(
+                asyncio.to_thread(load_tokenizer, config, folder),
+                asyncio.gather(*(client.ready() for client in clients.values())),
+            )
         except BaseException:
-            await client.shutdown(timeout=0.5)
+            await asyncio.gather(*(client.shutdown(timeout=0.5) for client in clients.values()))
             raise
-        return cls(client, facts, model_config, tokenizer)
+        return cls(start, clients, facts, model_config, tokenizer)
 
     async def generate(
         self,
@@ -141,18 +150,16 @@ class AsyncEngine:
             for index, ids in enumerate(prompts):
                 if index:
                     await asyncio.sleep(0)  # checking and sending many prompts must not hold up other requests
-                if self._dead is not None:
-                    raise self._dead
+                self.replicas.check_alive()
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 requests = self._inputs.process(
                     name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
                     client=client, parent=request_id if parent is None else parent, grammar=grammar,
                     pools=pools,
                 )  # fmt: skip
-                opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set, kept)
                 if not self.config.disable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", name, len(ids), params)
-                self._client.add(requests)
+                opened[index] = self.replicas.send(name, requests, params, output_kind, changed.set, kept)
                 self.queue.sent(len(requests), len(requests) * len(ids), reservation)
             while opened:
                 changed.clear()
@@ -169,15 +176,14 @@ class AsyncEngine:
                     await changed.wait()
         finally:
             for request in opened.values():
-                self._abort(self._outputs.abort(request))
+                self.replicas.abort(request)
 
     async def prepare(
         self, prompts: Sequence[str | list[int]], params: SamplingParams, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Return the token ids of all prompts of one HTTP request, for `generate`. Raises RequestError if one of them,
         or all together, could not run with `params`, so that none of them does."""
-        if self._dead is not None:
-            raise self._dead
+        self.replicas.check_alive()
 
         def work(group: list[str | list[int]]) -> list[list[int]]:
             return [self._inputs.prepare(prompt, params, add_special_tokens) for prompt in group]
@@ -201,70 +207,49 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request. Its iterator yields what there is, with finish_reason `abort`."""
-        self._abort(self._outputs.finish_aborted(request_id))
+        self.replicas.finish_aborted(request_id)
 
     def check_health(self) -> None:
-        """Raise EngineDeadError if the core is dead or silent for too long, StepsFailError while its steps fail."""
-        if self._dead is not None:
-            raise self._dead
-        self._client.check_health(has_requests=self._outputs.num_requests > 0)
+        """Raise EngineDeadError if the core is dead or silent for too long, StepsFailError while its steps fail; of
+        several cores, if that is so of all."""
+        self.replicas.check_health()
+
+    def engine_states(self) -> dict[str, str]:
+        """Return what each engine does: `serving`, or why it does not."""
+        return self.replicas.states()
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
-        """End open requests with EngineDeadError, and the core's process. No process is left when this returns."""
-        self._dead = self._dead or EngineDeadError("the engine is shutting down")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._outputs.fail_all(self._dead)
+        """End open requests with EngineDeadError, and the cores' processes. None is left when this returns."""
+        if self._logging is not None:
+            self._logging.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        await self._client.shutdown(timeout)
-
-    def _abort(self, aborts: list[Abort]) -> None:
-        if aborts and self._dead is None:
-            self._client.abort(aborts)
-
-    async def _receive_outputs(self) -> None:
-        try:
-            while True:
-                self._abort(self._outputs.process(await self._client.receive()))
-                # If further steps have arrived meanwhile, writing takes longer than a step.
-                for _ in range(MAX_MERGED_STEPS):
-                    if (waiting := self._client.receive_waiting()) is None:
-                        break
-                    self._abort(self._outputs.process(waiting))
-                self.queue.observe()
-                await asyncio.sleep(0)  # lets the readers run, even if the core is faster than this loop
-        except EngineDeadError as error:
-            self._die(error)
-        except Exception as error:  # a bug on this side must not leave requests waiting for ever
-            logger.exception("the engine's front end failed")
-            self._die(EngineDeadError(f"the engine's front end failed: {type(error).__name__}: {error}"))
-
-    def _die(self, error: EngineDeadError) -> None:
-        logger.error("%s", error)
-        self._dead = error
-        self._outputs.fail_all(error)
+        await self.replicas.shutdown(timeout)
 
     async def _log_stats(self) -> None:
         """Log throughput every ten seconds, unless no token was processed."""
-        metrics = self.metrics
-        prompt, generation = metrics.num_prompt_tokens, metrics.num_generation_tokens
+        engines = [self.metrics, *self.metrics.others]
+
+        def totals() -> tuple[int, int]:
+            return sum(one.num_prompt_tokens for one in engines), sum(one.num_generation_tokens for one in engines)
+
+        before = totals()
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            new_prompt, new_generation = metrics.num_prompt_tokens - prompt, metrics.num_generation_tokens - generation
-            if new_prompt or new_generation:
-                stats = metrics.stats
+            now = totals()
+            prompt, generation = (new - old for new, old in zip(now, before, strict=True))
+            if prompt or generation:
+                stats = [one.stats for one in engines]
                 logger.info(
                     "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f%%, "
                     "prefix cache hits %.1f%%",
-                    new_prompt / STATS_SECONDS,
-                    new_generation / STATS_SECONDS,
-                    stats.num_running,
-                    stats.num_waiting,
-                    100 * metrics.kv_cache_usage,
-                    100 * stats.prefix_cache_hits / max(1, stats.prefix_cache_queries),
+                    prompt / STATS_SECONDS,
+                    generation / STATS_SECONDS,
+                    sum(one.num_running for one in stats),
+                    sum(one.num_waiting for one in stats),
+                    100 * sum(one.kv_cache_usage for one in engines) / len(engines),
+                    100 * sum(s.prefix_cache_hits for s in stats) / max(1, sum(s.prefix_cache_queries for s in stats)),
                 )
-            prompt, generation = prompt + new_prompt, generation + new_generation
+            before = now
 
 
 def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | list[int]], int]]:
@@ -285,8 +270,8 @@ def model_folder(config: EngineConfig) -> Path:
     return resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
 
 
-def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:
-    """Return the metrics of an engine that has started."""
+def make_metrics(facts: CoreFacts, limits: ModelLimits, rank: int = 0) -> EngineMetrics:
+    """Return the metrics of an engine that has started; `rank`: which of several it is."""
     config = facts.config
     name = config.served_model_name[0] if config.served_model_name else config.model
     cache_config: dict[str, object] = {
@@ -295,4 +280,5 @@ def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.enable_prefix_caching,
     }
-    return EngineMetrics(name, limits.max_model_len, cache_config, facts.workers[0].demoted if facts.workers else ())
+    demoted = facts.workers[0].demoted if facts.workers else ()
+    return EngineMetrics(name, limits.max_model_len, cache_config, demoted, rank)

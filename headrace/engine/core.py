@@ -24,7 +24,7 @@ from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError, Qu
 from headrace.executor.base import Executor, StepHandle
 from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
-from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
@@ -198,6 +198,10 @@ class EngineCore:
             stats.step_times = self._watch.totals
         stats.problem = self._health.problem
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's statistics of this moment."""
+        return self.scheduler.stats()
 
     def check(self) -> None:
         """Raise EngineDeadError if the executor is gone. A loop calls this while it has nothing to step."""

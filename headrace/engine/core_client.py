@@ -34,8 +34,8 @@ class AsyncMPClient:
     """Runs the core in a child process that never outlives this one. To be used from one event loop. Sending never
     waits. `receive` raises EngineDeadError once the core has failed or died."""
 
-    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
-        """Start the process, without waiting for it: `ready` does."""
+    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None, name: str = "core") -> None:
+        """Start the process, without waiting for it: `ready` does. `name`: how the log calls it."""
         self._loop = asyncio.get_running_loop()
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
@@ -53,7 +53,7 @@ class AsyncMPClient:
         requests, replies = (f"ipc://{self._folder.name}/{name}" for name in ("requests", "replies"))
         self._sender.bind(requests)
         self._receiver.bind(replies)
-        core_config = CoreConfig(config, str(folder), requests, replies, executor)
+        core_config = CoreConfig(config, str(folder), requests, replies, executor, name)
         self._child: Child = spawn("headrace.engine.core_process", self._encoder.encode(core_config))
         threading.Thread(target=self._watch, name="core-watch", daemon=True).start()
 
@@ -123,8 +123,14 @@ class AsyncMPClient:
         if self._problem:
             raise StepsFailError(self._problem)
 
+    def kill(self) -> None:
+        """End the core's process at once; `receive` then says that it is dead."""
+        self._child.process.kill()
+
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """End the core's process with SIGTERM, after `timeout` seconds with SIGKILL; return when it is gone."""
+        if self._context.closed:
+            return
         self._dead = self._dead or EngineDeadError("the engine is shut down")
         try:
             await asyncio.shield(asyncio.to_thread(self._child.stop, timeout))

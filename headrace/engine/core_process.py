@@ -63,7 +63,7 @@ class _Outbox:
 def main(argv: list[str]) -> int:
     core_config = msgspec.msgpack.decode(read_config(argv), type=CoreConfig)
     stop = _Stop()
-    configure_logging(core_config.config.log_level, "[core] ")
+    configure_logging(core_config.config.log_level, f"[{core_config.name}] ")
     context = zmq.Context()
     requests = context.socket(zmq.PULL)
     requests.set(zmq.RCVHWM, 0)

@@ -25,6 +25,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """ZeroMQ address to which the core sends."""
     executor: str | None = None
     """`module:attribute` of a function like `make_executor`, in place of it."""
+    name: str = "core"
+    """how the log calls it"""
 
 
 class CoreFacts(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
+from prometheus_client.core import HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -102,16 +102,30 @@ class StepTimeSums(Collector):
             yield family
 
 
+class _Collected(CollectorRegistry):
+    """Holds what was collected already, in the form that prometheus_client writes."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
 class EngineMetrics:
     """Holds all metrics of one engine. Call `begin_iteration` with each message's outputs, and `request_finished` for
     each choice that ends."""
 
     def __init__(
-        self, model_name: str, max_model_len: int, cache_config: dict[str, object], demoted: Sequence[str] = ()
-    ) -> None:
-        """`demoted`: kernels that failed the self-check at load and are not used."""
+        self, model_name: str, max_model_len: int, cache_config: dict[str, object], demoted: Sequence[str] = (),
+        rank: int = 0,
+    ) -> None:  # fmt: skip
+        """`demoted`: kernels that failed the self-check at load and are not used. `rank`: which of several engines."""
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self.others: list[EngineMetrics] = []
+        """Those of the engines that are shown beside this one."""
+        self._labels = {"model_name": model_name, "engine": str(rank)}
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
         self.waiting = self._gauge("num_requests_waiting", "Requests waiting to run.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all of it.")
@@ -167,7 +181,7 @@ class EngineMetrics:
         self.params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", sizes)
         success = self._metric(Counter, "vllm:request_success", "Requests by end.", "finished_reason")
         self.success = {reason: success.labels(**self._labels, finished_reason=reason.value) for reason in FinishReason}
-        info = {"engine": "0", **{name: str(value) for name, value in cache_config.items()}}
+        info = {"engine": str(rank), **{name: str(value) for name, value in cache_config.items()}}
         Gauge("vllm:cache_config_info", "Settings of the KV cache.", tuple(info), registry=self.registry).labels(
             **info
         ).set(1)
@@ -206,8 +220,30 @@ class EngineMetrics:
         return lambda reason: rejected.labels(**self._labels, reason=reason).inc()
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Return all metrics in Prometheus' text format, those of all engines under one heading each."""
+        families: dict[str, Metric] = {}
+        for metrics in (self, *self.others):
+            for family in metrics.registry.collect():
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples += family.samples
+        return generate_latest(_Collected(list(families.values())))
+
+    def show_engine(self) -> Callable[[bool], None]:
+        """Show whether the engine serves, and how often it was started again. Returns what is told of each change."""
+        up = self._gauge("engine_up", "1: this engine takes requests.", "headrace")
+        restarts = self._counter("engine_restarts", "How often this engine has died and come back.", "headrace")
+        up.set(1)
+
+        def changed(serves: bool) -> None:
+            up.set(serves)
+            restarts.inc(serves)
+
+        return changed
+
+    def forget(self) -> None:
+        """Forget what the core counted, because a new one counts from zero."""
+        self.stats = SchedulerStats()
 
     def begin_iteration(self, outputs: EngineCoreOutputs) -> Iteration:
         """Take over the core's statistics; return an object that counts the outputs."""

@@ -121,6 +121,14 @@ class OpenRequest:
     """When the last choice ended, in seconds of time.monotonic()."""
     error: HeadraceError | None = None
     """Why the request failed. What came before can still be taken."""
+    core_requests: list[EngineCoreRequest] = field(default_factory=list)
+    """What was sent to the core, one for each choice."""
+    kept: Set[int] = frozenset()
+    """See Detokenizer."""
+    taken: bool = False
+    """Whether the reader has had any of its output."""
+    num_lost: int = 0
+    """How many engines have died with it."""
 
     @property
     def finished(self) -> bool:
@@ -139,6 +147,7 @@ class OpenRequest:
             choices = self.choices if choices and self.finished else []
         if not choices:
             return None
+        self.taken = True
         prompt_logprobs, first = None, self.choices[0]
         if self.prompt_logprobs is not None and first in choices and first.num_tokens:
             # They are complete with the first choice's first token, and are handed out once.
@@ -182,6 +191,11 @@ class OutputProcessor:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_choices(self) -> int:
+        """Choices that have not ended."""
+        return len(self._by_core_id)
+
     def add(
         self,
         request_id: str,
@@ -196,25 +210,34 @@ class OutputProcessor:
         RequestError if the id is in use."""
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
-        first, tokenizer = choices[0], self._tokenizer if params.detokenize else None
-        request = OpenRequest(request_id, prompt, first.prompt_token_ids, params, kind, on_change, first.arrival_time)
+        first = choices[0]
+        request = OpenRequest(
+            request_id, prompt, first.prompt_token_ids, params, kind, on_change, first.arrival_time,
+            core_requests=choices, kept=kept,
+        )  # fmt: skip
+        self.begin(request)
+        return request
+
+    def begin(self, request: OpenRequest) -> None:
+        """Expect the outputs of a request from its first token on, whatever had come of it before."""
+        params, tokenizer = request.params, self._tokenizer if request.params.detokenize else None
+        request.choices, request.num_cached_tokens = [], 0
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobs(self._tokenizer)
-        for index, core_request in enumerate(choices):
+        for index, core_request in enumerate(request.core_requests):
             choice = _Choice(
                 index,
                 core_request.request_id,
-                None if tokenizer is None else Detokenizer(tokenizer, first.prompt_token_ids, params, kept),
+                None if tokenizer is None else Detokenizer(tokenizer, request.prompt_token_ids, params, request.kept),
                 RequestTimes(core_request.arrival_time),
-                text_at_end=kind == "final" and not params.stop,
+                text_at_end=request.kind == "final" and not params.stop,
             )
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
             request.choices.append(choice)
             self._by_core_id[core_request.request_id] = (request, choice)
-        request.num_open = len(choices)
-        self._requests[request_id] = request
-        return request
+        request.num_open = len(request.core_requests)
+        self._requests[request.request_id] = request
 
     def process(self, outputs: EngineCoreOutputs) -> list[Abort]:
         """Hand out what one or more steps brought; return what the core must stop computing."""
@@ -277,6 +300,19 @@ class OutputProcessor:
         request.num_open, request.finished_ts = 0, time.monotonic()
         request.on_change()
         return aborts
+
+    def take_unanswered(self) -> list[OpenRequest]:
+        """Forget the requests of whose output their readers have had nothing, and return them, because the core is
+        gone and another may answer them."""
+        found = [request for request in self._requests.values() if not request.taken and request.error is None]
+        for request in found:
+            self._forget(request)
+        return found
+
+    def fail(self, request: OpenRequest, error: HeadraceError) -> None:
+        """End a request that was forgotten with an error."""
+        self._count_ended(request, FinishReason.ERROR)
+        self._fail(request, error)
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every open request with an error, because the core is gone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,8 +34,9 @@ class QueueBound:
     """Admits HTTP requests to the queue in front of the core, or refuses them."""
 
     def __init__(
-        self, config: EngineConfig, metrics: EngineMetrics, clock: Callable[[], float] = time.monotonic
+        self, config: EngineConfig, metrics: Sequence[EngineMetrics], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`metrics`: those of each engine; the first one's show the queue, which is one for all."""
         self.max_requests = config.max_queued_requests
         self.max_tokens = config.max_queued_tokens
         self._metrics = metrics
@@ -48,7 +49,7 @@ class QueueBound:
         self._observed_at = clock()
         self._waited = False
         """Whether anything waited when `observe` was last called."""
-        self._rejected = metrics.show_queue(
+        self._rejected = metrics[0].show_queue(
             {
                 "max_queued_requests": lambda: self.max_requests,
                 "max_queued_tokens": lambda: self.max_tokens,
@@ -60,13 +61,11 @@ class QueueBound:
     @property
     def num_requests(self) -> int:
         """Requests that were reserved or sent and have not begun to run."""
-        stats = self._metrics.stats
-        return self._claimed.requests - stats.num_received + stats.num_waiting
+        return self._claimed.requests - sum(each.stats.num_received - each.stats.num_waiting for each in self._metrics)
 
     @property
     def num_tokens(self) -> int:
-        stats = self._metrics.stats
-        return self._claimed.tokens - stats.num_received_tokens + stats.num_waiting_tokens
+        return self._claimed.tokens - self._begun_tokens()
 
     @contextmanager
     def reserve(self, requests: int, tokens: int) -> Iterator[Reservation]:
@@ -110,12 +109,12 @@ class QueueBound:
 
     def observe(self) -> None:
         """Take note of the core's latest counts. It may be called at any time."""
-        now, stats = self._clock(), self._metrics.stats
+        now = self._clock()
         if self._waited:
             self._seconds += now - self._observed_at
-        self._observed_at, self._waited = now, stats.num_waiting > 0
+        self._observed_at, self._waited = now, any(each.stats.num_waiting for each in self._metrics)
         if self._seconds - self._samples[-1][0] >= SAMPLE_SECONDS:
-            self._samples.append((self._seconds, stats.num_received_tokens - stats.num_waiting_tokens))
+            self._samples.append((self._seconds, self._begun_tokens()))
 
     def predicted_wait(self) -> int:
         """Return whole seconds until all that waits now has begun, at the recent pace; 1 if none is known yet."""
@@ -123,6 +122,16 @@ class QueueBound:
         if after <= before:
             return 1
         return max(1, math.ceil(self.num_tokens * (ended - began) / (after - before)))
+
+    def lost(self, requests: int, tokens: int) -> None:
+        """Forget what was sent to an engine that has died, whose metrics count nothing any more."""
+        self._claim(-requests, -tokens)
+        self._samples.clear()
+        self._samples.append((self._seconds, self._begun_tokens()))
+
+    def _begun_tokens(self) -> int:
+        """Return how many of the prompt tokens that were sent have left the queue."""
+        return sum(each.stats.num_received_tokens - each.stats.num_waiting_tokens for each in self._metrics)
 
     def _claim(self, requests: int, tokens: int) -> None:
         self._claimed.requests += requests

@@ -25,7 +25,7 @@ from headrace.kernels.gemm import vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
-from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
+from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference, routing_here
 from headrace.kernels.moe_tiled import launch_tiled_experts
 from headrace.kernels.moe_vector import launch_vector_down, launch_vector_up
 from headrace.kernels.norm import (
@@ -89,10 +89,18 @@ class Experts:
     w2_rounding: Rounding | None = None
     scales_input: bool = False
     """a token's weight of an expert is a factor of what the expert is given, not of its output (Llama 4)"""
+    place: tuple[int, int] | None = None
+    """(the first of these experts, how many the router chooses among); None: these are all"""
 
     @property
     def num_experts(self) -> int:
+        """Counts the experts that are here."""
         return len(self.w13.codes if isinstance(self.w13, TiledWeight) else self.w13)
+
+    @property
+    def num_routed(self) -> int:
+        """Counts the experts that the router chooses among."""
+        return self.num_experts if self.place is None else self.place[1]
 
     @property
     def inner_size(self) -> int:
@@ -119,7 +127,8 @@ def fused_moe(
     A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
     `shared` [T, hidden]: the shared expert's output, added times the sigmoid of its gate if it has one. `residual`
     [T, hidden] contiguous: the sum with it is written over it, and returned; it may be x. Then, up to
-    HALF_NORMED_TOKENS and if the layer has a `next_norm`, the result is HalfNormed.
+    HALF_NORMED_TOKENS and if the layer has a `next_norm`, the result is HalfNormed. Experts that are not here add
+    nothing.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.num_experts, experts.inner_size
@@ -129,15 +138,19 @@ def fused_moe(
     if config is None:
         config = pick_moe_config(num_tokens, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
     alone = config.block_m == 1
+    here = experts.place is None
     routing, logits, normed = norm_and_route(
-        x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
-        0 if alone else config.block_m, experts.invariant, experts.scoring, experts.router_bias,
+        x, experts.norm_weight, experts.eps, experts.router, experts.num_routed, experts.top_k, experts.renormalize,
+        config.block_m if here and not alone else 0, experts.invariant, experts.scoring, experts.router_bias,
     )  # fmt: skip
+    ids = routing.ids
+    if experts.place is not None:
+        routing = routing_here(routing, experts.place[0], num_experts, 0 if alone else config.block_m)
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
-    gated = logits.shape[1] > num_experts
-    gate = (shared, logits[:, num_experts:] if gated else None, logits.stride(0))
+    gated = logits.shape[1] > experts.num_routed
+    gate = (shared, logits[:, experts.num_routed :] if gated else None, logits.stride(0))
     run = _one_by_one if alone else _by_tiles
-    return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
+    return run(out, normed, inner, experts, routing, (residual, *gate), config), ids
 
 
 def _shares(experts: Experts, routing: Routing) -> tuple[Tensor | None, Tensor | None]:
@@ -192,7 +205,8 @@ def _by_tiles(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), pairs = x.shape, len(inner)
-    outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    make = torch.empty if experts.place is None else torch.zeros  # no tile writes the pairs of experts elsewhere
+    outer = make((pairs, hidden), dtype=x.dtype, device=x.device)
     tiles, gates = routing.tiles.shape[1], gate_options(experts.clamp)
     in_share, out_share = _shares(experts, routing)
     for target, source, weight, scale, bias, rounding, share, tile in (
@@ -241,22 +255,26 @@ def fused_moe_reference(
     """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router, experts.router_bias)
-    chosen = logits[:, : experts.num_experts]
+    chosen = logits[:, : experts.num_routed]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
     rounds = config is None or config.block_m > 1
     up = (experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding)
     down = (experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding)
+    first = 0 if experts.place is None else experts.place[0]
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
+        expert -= first
+        if not 0 <= expert < experts.num_experts:
+            continue
         share = weights[token, choice, None]
         both = _product_reference(normed[token], *up, expert, rounds, share if experts.scales_input else None)
         gate, up_half = both.chunk(2, dim=-1)
         own = _product_reference(gated_reference(gate, up_half, experts.clamp), *down, expert, rounds)
         out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
     if shared is not None:
-        gated = logits.shape[1] > experts.num_experts
-        out += torch.sigmoid(logits[:, experts.num_experts :]) * shared if gated else shared
+        gated = logits.shape[1] > experts.num_routed
+        out += torch.sigmoid(logits[:, experts.num_routed :]) * shared if gated else shared
     if residual is None:
         return out, ids
     residual.add_(out)

@@ -297,6 +297,26 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
     return routing
 
 
+def routing_here(routing: Routing, first: int, num_experts: int, block_m: int) -> Routing:
+    """Return the routing, so far without order and tiles, for a rank that holds `num_experts` experts from `first` on
+    and numbers them from 0.
+
+    Pairs of other experts weigh nothing. In tiles they do not come up; without tiles (`block_m` 0) they read the best
+    expert of their token that is here, so that no more memory is read than a token needs."""
+    own = routing.ids - first
+    here = (own >= 0) & (own < num_experts)
+    weights = routing.weights.masked_fill(~here, 0.0)
+    if block_m:
+        found = _empty_routing(len(own), num_experts, own.shape[1], block_m, own.device)
+        found.ids.copy_(own.masked_fill(~here, num_experts))
+        found.weights.copy_(weights)
+        found.tiles.zero_()  # those that the pairs of other experts would fill have no members
+        _sort(found, num_experts, block_m)
+        return found
+    best = own.gather(1, here.int().argmax(dim=1, keepdim=True)).clamp(0, num_experts - 1)
+    return routing._replace(ids=torch.where(here, own, best).contiguous(), weights=weights)
+
+
 def _sort(routing: Routing, num_experts: int, block_m: int) -> None:
     """Fill `order` and `tiles` from the ids."""
     num_tokens, top_k = routing.ids.shape

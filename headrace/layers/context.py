@@ -29,6 +29,8 @@ class LayerContext:
     """A token's result must not depend on what else is in the batch."""
     positions: int | None = None
     """the most positions that a token can have, fewer than the model's own; None: not known"""
+    whole_experts: bool = False
+    """A rank holds whole experts, its share of a layer's (expert parallelism), in place of a slice of each."""
     groups: Mapping[int, int] = field(default_factory=dict)
     """layer that caches something -> the cache group whose block table it uses"""
     stage: Stage = WHOLE

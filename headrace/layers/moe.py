@@ -1,6 +1,8 @@
 """Defines the sparse feed-forward layer: a router picks each token's experts, whose weighted outputs are summed.
 
-Every rank holds a slice of every expert's intermediate size. kernels/moe.py brings tokens to their experts.
+Every rank holds a slice of every expert's intermediate size or, with expert parallelism, whole experts, of which the
+first rank has the first. It has all tokens either way, and the ranks' outputs are summed. kernels/moe.py brings tokens
+to their experts.
 """
 
 from __future__ import annotations
@@ -83,6 +85,16 @@ def router_spec(spec: model_spec.Experts, dtype: torch.dtype) -> LinearSpec:
     return column_spec(hidden, parts, dtype, spec.bias)
 
 
+def own_experts(number: int, group: Group) -> range:
+    """Return which of so many experts a rank holds whole. Raises ConfigError where a rank would have none."""
+    if number < group.size:
+        raise ConfigError(
+            f"enable_expert_parallel spreads {number} experts, so tensor_parallel_size must be at most {number}, got "
+            f"{group.size}"
+        )
+    return range(number * group.rank // group.size, number * (group.rank + 1) // group.size)
+
+
 InTurn = Literal["", "in all experts", "in each expert"]
 """where a checkpoint holds the rows of gate and up in turn: nowhere, or in the tensors of all experts or of each"""
 
@@ -95,7 +107,9 @@ class SparseMoE(Layer):
         group, dtype = context.mesh.tp, context.dtype
         hidden_size = spec.hidden_size
         self.spec = spec
-        self.specs_for = partial(expert_specs, spec, group, dtype)
+        self.own = own_experts(spec.num_experts, group if context.whole_experts else Group())
+        """which experts this rank has something of"""
+        self.specs_for = partial(expert_specs, spec, Group() if context.whole_experts else group, dtype)
         self.in_turn: InTurn = "in all experts" if spec.names.stacked else ""
         self.transposed = False
         """Whether the checkpoint has all experts in one tensor, [experts, in, out]"""
@@ -132,7 +146,7 @@ class SparseMoE(Layer):
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
-        layout, experts = self.scheme.layout, (self.spec.num_experts,)
+        layout, experts = self.scheme.layout, (len(self.own),)
         self.router_weights = self.router_scheme.layout.create_weights(self.router_spec, device)
         if self.spec.halves_shared:
             self.router_weights["weight"][-1].zero_()
@@ -204,14 +218,17 @@ class SparseMoE(Layer):
             slots_in_turn = stacked_slots if self.in_turn == "in all experts" else interleaved_slots
             for linear, weights, name in linears:
                 slots.update(
-                    slots_in_turn(self.scheme.layout, linear, weights, spec.num_experts, f"{path}.experts", name)
+                    slots_in_turn(
+                        self.scheme.layout, linear, weights, spec.num_experts, self.own, f"{path}.experts", name
+                    )
                 )
             return slots
         nowhere = any(tensor.is_meta for tensor in self.w13.values())  # nobody writes there: one stands for all
         first = list(self._expert_slots(0)) if nowhere else []
         for expert in range(spec.num_experts):
-            for name, slot in first or self._expert_slots(expert):
-                slots[f"{path}.experts.{expert}.{name}"] = slot
+            here = expert in self.own
+            for name, slot in first or self._expert_slots(expert - self.own.start if here else 0):
+                slots[f"{path}.experts.{expert}.{name}"] = slot if here else slot.nowhere()
         return slots
 
     def _expert_slots(self, expert: int) -> Iterator[tuple[str, Slot]]:
@@ -260,6 +277,7 @@ class SparseMoE(Layer):
             spec.renormalize, self.batch_invariant, scoring, next_norm,
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding, spec.scales_input,
+            None if len(self.own) == spec.num_experts else (self.own.start, spec.num_experts),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:

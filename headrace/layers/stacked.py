@@ -36,26 +36,27 @@ class InOne:
 
 
 def stacked_slots(
-    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, block: str, name: str
+    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, own: range, block: str, name: str
 ) -> Iterator[tuple[str, Slot]]:
-    """Yield (name of the checkpoint's tensor, where it goes) for the linear `name` of all `experts`. The parts of
-    `spec` are of one size."""
+    """Yield (name of the checkpoint's tensor, where it goes) for the linear `name` of all `experts`, of which `weights`
+    hold `own`. The parts of `spec` are of one size."""
     targets: dict[str, list[Target]] = {}
-    for expert in range(experts):
+    for expert in range(len(own)):
         for tensor, found in _by_tensor(layout, spec, weights, expert).items():
             targets.setdefault(tensor, []).extend(found)
     for tensor, found in targets.items():
         path = f"{block}.{name}" if tensor == "weight" else f"{block}.{name}_{tensor}"
-        yield path, _stacked(found, len(spec.parts), experts, tensor)
+        yield path, _stacked(found, len(spec.parts), experts, own, tensor)
 
 
 def interleaved_slots(
-    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, block: str, name: str
+    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, own: range, block: str, name: str
 ) -> Iterator[tuple[str, Slot]]:
     """Yield the same where each expert has tensors of its own."""
     for expert in range(experts):
-        for tensor, found in _by_tensor(layout, spec, weights, expert).items():
-            yield f"{block}.{expert}.{name}.{tensor}", _interleaved(found, len(spec.parts))
+        for tensor, found in _by_tensor(layout, spec, weights, max(0, expert - own.start) % len(own)).items():
+            slot = _interleaved(found, len(spec.parts))
+            yield f"{block}.{expert}.{name}.{tensor}", slot if expert in own else slot.nowhere()
 
 
 def _by_tensor(layout: Layout, spec: LinearSpec, weights: Weights, expert: int) -> dict[str, list[Target]]:
@@ -67,10 +68,10 @@ def _by_tensor(layout: Layout, spec: LinearSpec, weights: Weights, expert: int) 
     return targets
 
 
-def _stacked(targets: list[Target], parts: int, experts: int, tensor: str) -> Slot:
-    """Return the slot of a tensor of all experts whose rows go to `targets`."""
+def _stacked(targets: list[Target], parts: int, experts: int, own: range, tensor: str) -> Slot:
+    """Return the slot of a tensor of all experts; the rows of `own` go to `targets`."""
     one = targets[0][2]
-    every = slice(0, experts)
+    every = slice(own.start, own.stop)
     if one.shape == (1,):
         store = partial(_spread_numbers, targets)
         return replace(

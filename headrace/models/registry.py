@@ -98,8 +98,8 @@ class ModelEntry:
 
 
 OF_MODEL = (
-    "vision_weights", "draft_weights", "norm", "embedding_scale", "rounds_embedding_scale", "head_bias", "logit_scale",
-    "logit_cap", "names",
+    "vision_weights", "draft_weights", "norm", "embedding_scale", "rounds_embedding_scale", "logit_scale", "logit_cap",
+    "names",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -189,7 +189,6 @@ MODELS = (
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Glm4ForCausalLM", families.glm4, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Phi3ForCausalLM", families.phi3, *LLAMA),
-    ModelEntry("PhiForCausalLM", families.phi, *LLAMA),
     ModelEntry("GraniteForCausalLM", scaled_families.granite, *LLAMA),
     ModelEntry("OlmoForCausalLM", families.olmo, *LLAMA),
     ModelEntry("Olmo2ForCausalLM", families.olmo2, *LLAMA),

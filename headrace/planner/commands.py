@@ -121,6 +121,8 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
         flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
     if parallel.pp > 1:
         flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
+    if parallel.ep:
+        flags.append(Flag("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         flags.append(Flag("--quantization", scenario.weight_format, "rounds the weights as they load"))
     for name in PINNED:

@@ -375,7 +375,8 @@ def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
 
 
 def _ranks(config: EngineConfig) -> int:
-    return config.tensor_parallel_size * config.pipeline_parallel_size
+    """Return how many ranks share this machine."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size * config.num_local_engines
 
 
 def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:

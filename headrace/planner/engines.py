@@ -50,8 +50,6 @@ def layout_gaps(parallel: Parallel, chip: Chip) -> list[str]:
     gaps = []
     if parallel.tp * parallel.pp > chip.gpus_per_node:
         gaps.append(f"headrace runs on one machine yet, and {parallel.tp * parallel.pp} GPUs are on several")
-    if parallel.ep:
-        gaps.append("headrace has no expert parallelism yet; its experts are split over tensor-parallel ranks")
     if parallel.dp_attention:
         gaps.append(f"headrace has no data-parallel attention yet (data_parallel_size {parallel.dp})")
     return gaps

@@ -12,7 +12,7 @@ dimension, the expert's number, in front.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -127,6 +127,10 @@ class Slot:
             return self.source
         sliced = bool(shape) and shape[0] == self.shape[0]
         return tuple(self.source[0] if sliced and place == 0 else slice(0, size) for place, size in enumerate(shape))
+
+    def nowhere(self) -> Slot:
+        """Return the slot of a tensor like this one that the rank does not need."""
+        return replace(self, destination=None, store=None)
 
     def put(self, values: Tensor) -> None:
         """Write `values`, this rank's slice of the checkpoint's tensor."""

@@ -74,7 +74,8 @@ class Worker:
         self.config = config
         self.folder = folder
         self.model_config = model_config
-        self.device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+        gpu = config.first_gpu + rank
+        self.device = torch.device("cuda", gpu) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -143,7 +144,7 @@ class Worker:
         self.kernels = with_switches(select_kernels(self.device.type))
         context = LayerContext(
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
-            _positions(config), self.shape.layout.group_of, self.stage,
+            _positions(config), config.enable_expert_parallel, self.shape.layout.group_of, self.stage,
         )  # fmt: skip
         own = len(specs) - len(behind)
         self.model = load_model(

@@ -91,7 +91,8 @@ async def detokenize(serving: Serving, http: Request) -> Response:
 
 
 async def health(serving: Serving, http: Request) -> Response:
-    """Answer 200 only while the engine runs, its steps succeed, and the server has not been told to stop."""
+    """Answer 200 only while the engine runs, its steps succeed, and the server has not been told to stop. Of several
+    engines one is enough; the body says what each of them does."""
     if serving.draining:
         return error_response(ServerStoppingError())
     try:
@@ -99,6 +100,8 @@ async def health(serving: Serving, http: Request) -> Response:
     except (EngineDeadError, StepsFailError) as error:
         logger.error("/health is red: %s", error)
         return error_response(error)
+    if serving.engine.num_engines > 1:
+        return json_response({"engines": serving.engine.engine_states()})
     return Response(status_code=200)
 
 

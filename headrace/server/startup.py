@@ -30,6 +30,8 @@ def startup_lines(engine: AsyncEngine, formats: OutputFormats, seconds: float) -
     )
     cache_size = decisions["num_gpu_blocks"].reason.partition(":")[0]
     loaded = f"loaded {engine.model_config.architecture} in {seconds:.1f} s on {engine.device_name}{gpus}"
+    if engine.num_engines > 1:
+        loaded += f"; {engine.num_engines} engines, each as follows"
     lines = [
         f"{loaded}; computes in {setting('dtype')}{weights}",
         f"at most {', '.join(limits)}",

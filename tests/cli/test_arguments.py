@@ -189,7 +189,6 @@ AMD_COMMANDS = [
     if '"command": "quantize"' not in line
 ]
 REFUSED = {
-    "--data-parallel-size 8": "--data-parallel-size must be 1, got '8': a server is one replica",
     "call so the": "unexpected argument so the ROCm runtime",
 }
 """What of AMD's pages needs what we lack, or is no command at all"""

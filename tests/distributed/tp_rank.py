@@ -1,5 +1,5 @@
 """Two ranks of a tensor-parallel test, each a process of its own: `tp_rank.py RANK RENDEZVOUS FOLDER...` writes its
-logits to FOLDER/rank{RANK}."""
+logits to FOLDER/rank{RANK}, and those with whole experts on each rank, if there are any, to FOLDER/experts{RANK}."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from driver import Driver
 
 from headrace.distributed.mesh import init_mesh
 from headrace.distributed.ranks import Ranks
+from headrace.layers.moe import SparseMoE
 
 PROMPTS = [[5], [17, 3, 59], list(range(20, 45))]
 
@@ -32,19 +33,26 @@ def run_two(rendezvous: Path, folders: Iterable[Path]) -> None:
     rest = [str(rendezvous), *map(str, folders)]
     ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
 
 
 def check_two(folder: Path, close: float = 1e-5) -> None:
-    """Compare what two ranks computed of a model with what one does: both have the same bits."""
-    expected = run(Driver(folder))
-    first, second = load_file(folder / "rank0"), load_file(folder / "rank1")
-    for step, logits in expected.items():
-        assert torch.equal(first[step], second[step])
-        assert (first[step] - logits).abs().max() <= close * logits.abs().max()
+    """Compare what two ranks computed of a model with what one does: both have the same bits. Experts may be sliced or
+    spread over them."""
+    driver = Driver(folder)
+    expected = run(driver)
+    for kind in ("rank", "experts") if has_experts(driver) else ("rank",):
+        first, second = load_file(folder / f"{kind}0"), load_file(folder / f"{kind}1")
+        for step, logits in expected.items():
+            assert torch.equal(first[step], second[step])
+            assert (first[step] - logits).abs().max() <= close * logits.abs().max()
+
+
+def has_experts(driver: Driver) -> bool:
+    return any(isinstance(module, SparseMoE) for module in driver.model.modules())
 
 
 def main() -> None:
@@ -52,7 +60,10 @@ def main() -> None:
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
     mesh = init_mesh(rank, Ranks(tp=2), rendezvous, "cpu")
     for folder in map(Path, sys.argv[3:]):
-        save_file(run(Driver(folder, mesh)), folder / f"rank{rank}")
+        driver = Driver(folder, mesh)
+        save_file(run(driver), folder / f"rank{rank}")
+        if has_experts(driver):
+            save_file(run(Driver(folder, mesh, whole_experts=True)), folder / f"experts{rank}")
     mesh.close()
 
 

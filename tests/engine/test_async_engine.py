@@ -55,7 +55,7 @@ async def started(folder: Path, executor: str = "make_delayed", **config: object
         yield engine
     finally:
         await engine.shutdown()
-        assert not psutil.pid_exists(engine._client.pid)
+        assert not psutil.pid_exists(engine.replicas._all[0].client.pid)
 
 
 def params(**values: object) -> SamplingParams:
@@ -117,7 +117,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         assert float(observed.rsplit(" ", 1)[1]) > 0.005  # seven steps of 5 ms each, that began one after the other
 
     async def check_ctrl_c_is_the_parents_business(engine: AsyncEngine) -> None:
-        os.kill(engine._client.pid, signal.SIGINT)
+        os.kill(engine.replicas._all[0].client.pid, signal.SIGINT)
         assert len(await collect(generate(engine, [5], params(), "after Ctrl-C"))) > 0
 
     async def check_deltas(engine: AsyncEngine) -> None:
@@ -130,7 +130,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
     async def check_slow_reader(engine: AsyncEngine) -> None:
         stream = generate(engine, "abcd", params(max_tokens=20), "slow reader")
         first = await anext(stream)
-        await eventually(lambda: engine._outputs.num_requests == 0)
+        await eventually(lambda: engine.replicas._all[0].outputs.num_requests == 0)
         rest = await collect(stream)
         assert len(rest) == 1
         assert (first.outputs[0].text + rest[0].outputs[0].text) == "abcd" * 5
@@ -176,7 +176,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert engine._outputs.num_requests == 0
+        assert engine.replicas._all[0].outputs.num_requests == 0
         await eventually(lambda: engine.metrics.stats.num_running == 0)
         stats = engine.metrics.stats
         assert stats.num_free_blocks == stats.num_blocks

@@ -18,7 +18,7 @@ class Bench:
         self.now = 1000.0
         self.metrics = EngineMetrics("m", 64, {})
         config = EngineConfig(max_queued_requests=requests, max_queued_tokens=tokens)
-        self.queue = QueueBound(config, self.metrics, lambda: self.now)
+        self.queue = QueueBound(config, [self.metrics], lambda: self.now)
 
     def send(self, requests: int, tokens: int) -> None:
         with self.queue.reserve(requests, tokens) as reservation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def make_context(
 class Driver:
     def __init__(
         self, folder: Path, mesh: Mesh | None = None, load_format: str = "auto", max_len: int = 128,
-        quantization: str | None = None,
+        quantization: str | None = None, whole_experts: bool = False,
     ) -> None:  # fmt: skip
         self.config = ModelConfig.from_folder(folder)
-        self.context = make_context(self.config, mesh)
+        self.context = replace(make_context(self.config, mesh), whole_experts=whole_experts)
         self.model: Any = load_model(folder, self.config, self.context, load_format, 0, quantization)
         self.max_len = max_len
 

@@ -72,7 +72,7 @@ class FakeEngine:
         self.vocab_size = fakes.VOCAB_SIZE
         self.default_sampling: dict[str, Any] = {}
         self.metrics = EngineMetrics(MODEL, max_model_len, {})
-        self.queue = QueueBound(self.config, self.metrics)
+        self.queue = QueueBound(self.config, [self.metrics])
         self.decisions: list[Any] = []
         self.expected: Any = None
         self.memory: Any = None
@@ -82,6 +82,7 @@ class FakeEngine:
         self.tokens_a_step = 1
         self.random_steps: random.Random | None = None
         """Steps bring 1 to 16 tokens at random."""
+        self.num_engines = 1
         self.fail_at: int | None = None
         self.error: Exception = EngineDeadError("the engine core died")
         self.dead = False

@@ -27,6 +27,7 @@ def engine(**changes: Any) -> Any:
     decisions = [Decision(field, value, reason) for field, (value, reason) in REASONS.items()]
     settings: dict[str, Any] = {
         "config": EngineConfig(),
+        "num_engines": 1,
         "decisions": decisions,
         "model_config": SimpleNamespace(architecture="LlamaForCausalLM"),
         "device_name": "NVIDIA H200",

@@ -293,9 +293,9 @@ def test_values_that_headrace_lacks_are_refused_and_have_no_line_for_it() -> Non
 
 
 def test_what_headrace_refuses_has_no_line_for_it() -> None:
-    whole = explained("vllm serve deepseek-ai/DeepSeek-R1 --data-parallel-size 8 --enable-expert-parallel", "mi300x")
+    whole = explained("vllm serve deepseek-ai/DeepSeek-R1 -tp 8 --decode-context-parallel-size 8", "mi300x")
     assert "headrace" not in whole.better
-    assert "headrace: refused: --data-parallel-size must be 1, got '8'" in whole.notice
+    assert "headrace: refused: --decode-context-parallel-size must be 1, got '8'" in whole.notice
 
 
 def test_what_headrace_cannot_run_yet_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,9 @@ def judged(name: str, value: str) -> Note | None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("--data-parallel-size", "8", "--data-parallel-size must be 1, got '8': a server is one replica"),
-        ("--data-parallel-size", "x", "--data-parallel-size must be a whole number, got 'x'"),
-        ("--data-parallel-size", "0", "--data-parallel-size must be at least 1, got '0'"),
+        ("--nnodes", "x", "--nnodes must be a whole number, got 'x'"),
+        ("--nnodes", "0", "--nnodes must be at least 1, got '0'"),
+        ("--data-parallel-backend", "ray", "--data-parallel-backend must be mp, got 'ray'"),
         ("--swap-space", "much", "--swap-space must be a number, got 'much'"),
         ("--mm-encoder-tp-mode", "both", "--mm-encoder-tp-mode must be one of weights, data; got 'both'"),
         ("--distributed-executor-backend", "k8s", "must be one of mp, ray, uni, external_launcher; got 'k8s'"),

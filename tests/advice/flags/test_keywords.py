@@ -49,7 +49,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"enable_lora": False, "rope_scaling": {}, "logits_processors": [], "cpu_offload_gb": 0}, {}),
     ({"task": "embed", "tokenizer_mode": "auto"}, {"task": "embed"}),
     ({"pooler_config": {"normalize": False}}, {"pooler_config": {"normalize": False}}),
-    ({"data_parallel_size": 1, "model_impl": "vllm", "config_format": "hf"}, {}),
+    ({"model_impl": "vllm", "config_format": "hf"}, {}),
 ]
 INERT: list[tuple[dict[str, Any], str]] = [
     ({"swap_space": 4}, "recomputed, not swapped"),
@@ -61,7 +61,6 @@ INERT: list[tuple[dict[str, Any], str]] = [
     ({"limit_mm_per_prompt": {"image": 3, "video": 1}}, "text alone"),
     ({"mm_processor_kwargs": {"max_pixels": 589824}}, "text alone"),
     ({"max_logprobs": 20}, "the limit is fixed"),
-    ({"enable_expert_parallel": True}, "experts are split like other layers"),
     ({"enable_sleep_mode": True}, "no such mode"),
     ({"guided_decoding_backend": "xgrammar"}, "llguidance holds outputs to grammars"),
     ({"max_seq_len_to_capture": 8192}, "do not depend on sequence length"),

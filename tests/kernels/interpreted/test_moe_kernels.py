@@ -179,6 +179,29 @@ def test_weights_of_experts_are_factors_of_what_they_are_given(config, top_k):
         assert (sums[0] - sums[1]).norm() > 0.05 * sums[1].norm()
 
 
+@pytest.mark.parametrize(("config", "form"), [("one by one", "plain"), ("tiles", "plain"), ("tiles", "fp8")])
+def test_ranks_that_hold_some_of_the_experts_add_up_to_all(config, form):
+    """With tokens none of whose experts are on a rank."""
+    tokens, num_experts, first = 4 if config == "one by one" else 21, 7, 3
+    x, experts, *_ = make_layer(tokens, 32, num_experts, 20, 2, torch.float32, False)
+    experts = in_fp8(experts) if form == "fp8" else experts
+    whole, ids = fused_moe(x, experts, None, None, WAYS[config])
+    parts = []
+    for begin, end in ((0, first), (first, num_experts)):
+        own = {name: getattr(experts, name)[begin:end] for name in ("w13", "w2")}
+        own |= {name: scale[begin:end] for name in ("w13_scale", "w2_scale")
+                if (scale := getattr(experts, name)) is not None}  # fmt: skip
+        held = replace(experts, place=(begin, num_experts), **own)
+        out, same = fused_moe(x, held, None, None, WAYS[config])
+        assert torch.equal(same, ids), "each rank says what all chose"
+        expected = fused_moe_reference(x, held, None, None, WAYS[config])[0]
+        assert (out - expected).norm() <= (2e-2 if form == "fp8" else 2e-6) * whole.norm()
+        nothing = ((ids < begin) | (ids >= end)).all(dim=1)
+        assert not out[nothing].any()
+        parts.append(out)
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
 def test_of_large_logits_the_larger_is_chosen_though_their_sigmoids_are_one():
     logits = torch.tensor([[20.0, 30.0, 40.0, -3.0], [-200.0, -150.0, -120.0, -130.0]])
     for found in (route, route_reference):
