@@ -148,3 +148,36 @@ class TestTensorParallel:
                 assert server.process.wait(PATIENCE) == 0
                 gone(everything)
             assert not list(Path(sockets).iterdir())
+
+
+class TestDataParallel:
+    def test_a_killed_engine_comes_back_and_a_killed_server_takes_all_along(self) -> None:
+        """Of the second machine of two, with a balancer between them."""
+        hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2", "--data-parallel-start-rank", "2")
+        with Serve("demo", "-dp", "4", *hybrid, "--dtype", "float32") as server:
+            text = server.complete(max_tokens=8)
+            cores = server.children("headrace.engine.core_process")
+            assert len(cores) == 2
+            assert self.states(server) == {"2": "serving", "3": "serving"}
+            shown = httpx.get(f"{server.url}/metrics").text
+            assert [f'vllm:num_requests_running{{engine="{rank}"' in shown for rank in "0123"] == [False] * 2 + [
+                True
+            ] * 2
+            cores[0].kill()
+            for _ in range(4):
+                assert server.complete(max_tokens=8) == text
+            assert server.health() == 200
+            started = time.monotonic()
+            while self.states(server) != {"2": "serving", "3": "serving"} or "serves again" not in server.text:
+                assert time.monotonic() - started < PATIENCE, server.text
+                time.sleep(0.1)
+            everything = server.children()
+            reader = Reader(server)
+            server.process.kill()
+            gone(everything)
+            reader.thread.join(PATIENCE)
+            assert reader.lines[-1].startswith("broken off")
+
+    def states(self, server: Serve) -> dict[str, str]:
+        found: dict[str, str] = httpx.get(f"{server.url}/health", timeout=PATIENCE).json()["engines"]
+        return found
