@@ -154,6 +154,8 @@ def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int, st
         if any(sizes):
             alike = () if kind == "latent" else sizes
             members.setdefault((kind, mixer.window, alike), {})[index] = sizes
+    if not members:  # of an encoder: requests hold blocks of next to nothing, as the tables have a place for them
+        return same_layout(block_size)
     stages = [stage] if stage.is_only else [Stage(number, stage.partition) for number in range(len(stage.partition))]
     numbers = range(len(spec.layers))
     groups, units, fullest = [], [], []

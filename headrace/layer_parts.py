@@ -34,6 +34,9 @@ class Norms:
     after_block: str = ""
     parallel: bool = False
     """the feed-forward reads what the mixer reads, and both outputs are added to the residual"""
+    of_sums: bool = False
+    """`before_block` and `after_block` norm the sum with the residual, and what is normed is the residual from there on
+    (as in "Attention Is All You Need", arXiv 1706.03762)"""
     norm: Norm = Norm()
     behind: Norm | None = None
     """those behind mixer and feed-forward; None: they are like the others"""
@@ -45,6 +48,19 @@ class Norms:
         every = {self.before_mixer: self.norm, self.after_mixer: behind}
         every |= {self.before_block: self.norm, self.after_block: behind}
         return {name: norm for name, norm in every.items() if name}
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """Describes what encoders add to the embeddings of tokens, and the norm of the sum."""
+
+    norm: Norm
+    positions: int = 0
+    """rows of a table with an embedding for each position; 0: there is none"""
+    first_position: int = 0
+    """the row of a text's first token"""
+    types: int = 0
+    """rows of a table with an embedding for each text of a pair; 0: there is none"""
 
 
 @dataclass(frozen=True)

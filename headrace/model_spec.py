@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headrace.layer_parts import Norm, Norms, Rope, Temperature, Turns
+from headrace.layer_parts import Norm, Norms, Rope, Temperature, TextEmbedding, Turns
 
 Kind = Literal["linear", "plain", "router"]
 """A linear may be held in a weight format; plain tensors (norms, biases, sinks) and routers keep the model's dtype"""
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 """what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh; relu2:
 the square of what is above zero"""
 Split = Literal["heads", "kv_heads", "width", "whole"]
@@ -548,6 +548,10 @@ class ModelSpec:
     """parameters of layers that draft further tokens, loaded for speculative decoding alone"""
     norm: Norm = Norm()
     """the last one"""
+    ends_normed: bool = False
+    """the last layer norms its output, so that there is no last norm"""
+    text_embedding: TextEmbedding | None = None
+    """what is added to embeddings; None: nothing"""
     embedding_scale: float = 1.0
     """factor of embeddings"""
     rounds_embedding_scale: bool = False
@@ -567,8 +571,14 @@ class ModelSpec:
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:
-        """The tensors of the last norm."""
-        return tuple(norm("norm", self.hidden_size, of=self.norm))
+        """The tensors of the last norm, and of what is added to embeddings."""
+        hidden, added = self.hidden_size, self.text_embedding
+        tensors = [] if self.ends_normed else norm("norm", hidden, of=self.norm)
+        if added is not None:
+            tensors += norm("embeddings.norm", hidden, of=added.norm)
+            for name, rows in (("positions", added.positions), ("types", added.types)):
+                tensors += [Parameter(f"embeddings.{name}", (rows, hidden), "plain", "whole")] if rows else []
+        return tuple(tensors)
 
     @cached_property
     def turns(self) -> tuple[Turns, ...]:

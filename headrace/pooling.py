@@ -34,7 +34,7 @@ class HeadLayer:
     activation: Literal["none", "tanh", "gelu", "relu"] = "none"
     """what is done to its outputs"""
     norm: Norm | None = None
-    """what follows the activation, `NAME_norm`"""
+    """what follows the activation; its name ends in `_norm` in place of `_dense`"""
     folder: str = ""
     """below the model's, where its tensors are; empty: they are among the model's own"""
 

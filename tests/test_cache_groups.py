@@ -40,8 +40,10 @@ def test_groups_are_kinds_windows_and_sizes_in_the_order_of_their_first_layers()
     assert state == 2 * (4 * 16 * 16) * 4, "of one sequence, whatever its length"
 
 
-def test_a_model_without_a_cache_has_no_groups() -> None:
-    assert cache_layout(model(ENCODER), 1, 2, 16).groups == ()
+def test_a_model_without_a_cache_has_one_group_of_no_layers_and_next_to_no_bytes() -> None:
+    layout = cache_layout(model(ENCODER), 1, 2, 16)
+    assert [(group.layers, group.block_size) for group in layout.groups] == [((), 16)]
+    assert (layout.page_bytes, layout.bytes_per_token, layout.group_of) == (1, 0, {})
 
 
 def test_ranks_hold_their_heads_and_a_latent_whole() -> None:

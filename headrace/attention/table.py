@@ -75,6 +75,17 @@ def _sdpa_reasons(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def _whole_reasons(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    if spec.causal:
+        reasons.append("attends to whole texts, without a cache")
+    if spec.sinks or spec.soft_cap is not None or spec.latent_dim is not None:
+        reasons.append("knows no sinks, soft caps or latents")
+    if spec.batch_invariant:
+        reasons.append("batch invariance: texts are padded to the longest")
+    return reasons
+
+
 BACKENDS = (
     BackendEntry(
         "TRITON_ATTN",
@@ -88,6 +99,12 @@ BACKENDS = (
         "torch's scaled_dot_product_attention over gathered blocks, the CPU path and reference",
         _sdpa_reasons,
         "headrace.attention.torch_sdpa:TorchSdpa",
+    ),
+    BackendEntry(
+        "TORCH_WHOLE",
+        "torch's scaled_dot_product_attention over whole texts, in which each token sees all others",
+        _whole_reasons,
+        "headrace.attention.torch_whole:TorchWhole",
     ),
 )
 

@@ -79,6 +79,7 @@ def gate_and_mul_quantized(x: Tensor, to: Rounding, activation: str = "silu", ga
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square_(),
 }

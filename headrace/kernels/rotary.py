@@ -287,18 +287,7 @@ def rotary_and_cache_reference(
     q_weight: Tensor | None = None,
 ) -> Tensor:
     """Do what `rotary_and_cache` does; `positions` None: `cos_sin` is what `step_angles_reference` returned."""
-    num_heads = q.shape[1]
-    angles = cos_sin
-    if cos_sin is not None and positions is not None:
-        angles = step_angles_reference(cos_sin, positions)[0]
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
-    if angles is not None:
-        both = _joined(q, k)
-        if both is None:
-            q, k = _rotate(q, angles, interleaved), _rotate(k, angles, interleaved)
-        else:
-            q, k = _rotate(both, angles, interleaved).split_with_sizes((num_heads, k.shape[1]), dim=1)
+    q, k = rotated(q, k, cos_sin, positions, q_norm, k_norm, eps, interleaved)
     if temperature is not None:
         q = of_type(q * temperature[:, None, None], q.dtype)
     if q_weight is not None:
@@ -316,6 +305,26 @@ def rotary_and_cache_reference(
     if v is not None:
         planes[1].index_copy_(0, rows, of_type(v, kv_cache.dtype))
     return q
+
+
+def rotated(
+    q: Tensor, k: Tensor, cos_sin: Tensor | None, positions: Tensor | None, q_norm: Tensor | None,
+    k_norm: Tensor | None, eps: float, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return queries and keys [T, H, D], normed where there are norms, and rotated; nothing is cached. The angles are
+    as in `rotary_and_cache_reference`."""
+    angles = cos_sin
+    if cos_sin is not None and positions is not None:
+        angles = step_angles_reference(cos_sin, positions)[0]
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
+    if angles is None:
+        return q, k
+    both = _joined(q, k)
+    if both is None:
+        return _rotate(q, angles, interleaved), _rotate(k, angles, interleaved)
+    q, k = _rotate(both, angles, interleaved).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    return q, k
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor | None:

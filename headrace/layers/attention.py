@@ -13,6 +13,7 @@ from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import CheckpointError
+from headrace.kernels.rotary import rotated
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear, split_kv_heads
@@ -249,6 +250,9 @@ class Attention(Layer):
         norms = self.head_weights()
         cos_sin, positions, temperature = angles
         scale = self.kv_scale
+        if not self.spec.causal:
+            q, k = rotated(q, k, cos_sin, positions, *norms, self.eps, self.spec.interleaved)
+            return self.attend(q, k, v, metadata, self.spec, out)
         if metadata.max_query_len == 1 and self.decode is not None:
             return self.decode(
                 q, k, v, cos_sin, kv_cache, metadata, self.spec, *norms, self.eps, scale, out, temperature=temperature,

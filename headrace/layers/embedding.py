@@ -7,8 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.distributed.mesh import Group
+from headrace.layer_parts import TextEmbedding
+from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import Linear
+from headrace.layers.norm import make_norm
+from headrace.model_spec import ModelSpec
 from headrace.quantization.scheme import LinearSpec, Part, Slot
 
 VOCAB_ALIGNMENT = 64
@@ -55,6 +59,33 @@ class VocabParallelEmbedding(Layer):
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class EmbeddingSum(Layer):
+    """Computes what encoders begin with: embeddings of tokens, of their positions, and of the text of a pair that they
+    are in, summed and normed."""
+
+    def __init__(self, added: TextEmbedding, spec: ModelSpec, context: LayerContext) -> None:
+        super().__init__()
+        size, self.vocab_size, self.first = spec.hidden_size, spec.vocab_size, added.first_position
+        self.positions = empty_parameter(added.positions, size, dtype=context.dtype) if added.positions else None
+        self.types = empty_parameter(added.types, size, dtype=context.dtype) if added.types else None
+        self.norm = make_norm(added.norm, size, context.kernels, context.dtype)
+
+    def split(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and the text of a pair that each is in # [num_tokens]; ids of a second one come with vocab_size
+        added."""
+        types = (input_ids >= self.vocab_size).to(input_ids.dtype)
+        return input_ids - types * self.vocab_size, types
+
+    def forward(self, words: Tensor, types: Tensor, positions: Tensor) -> Tensor:
+        """Return the sum's norm for words # [num_tokens, hidden_size]."""
+        if self.types is not None:
+            words = words + F.embedding(types, self.types)
+        if self.positions is not None:
+            words = words + F.embedding(positions + self.first, self.positions)
+        normed: Tensor = self.norm(words)[0]
+        return normed
 
 
 class ParallelLMHead(Linear):

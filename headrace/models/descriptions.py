@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from headrace.layer_parts import Norm, Norms, Rope
+from headrace.layer_parts import Norm, Norms, Rope, TextEmbedding
 from headrace.model_config import Fields, head_dim, num_layers
 from headrace.model_spec import (
     Activation,
@@ -35,6 +35,9 @@ class Described:
     draft_weights: int = 0
     norm: Norm = Norm()
     """the last one"""
+    ends_normed: bool = False
+    """the last layer norms its output, so that there is no last norm"""
+    text_embedding: TextEmbedding | None = None
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
@@ -75,6 +78,7 @@ def rms_norm(c: Fields, default: float = 1e-6, plus_one: bool = False) -> Norm:
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",

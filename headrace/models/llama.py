@@ -16,7 +16,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
-from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from headrace.layers.embedding import EmbeddingSum, ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.layer import Layer
@@ -40,6 +40,7 @@ class LlamaDecoderLayer(Layer):
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
+        self.of_sums = norms.of_sums
         self.mixer = "self_attn"
         if isinstance(layer.mixer, spec_of.RecurrentState):
             self.mixer = "linear_attn"
@@ -59,9 +60,9 @@ class LlamaDecoderLayer(Layer):
 
     def forward(
         self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Any, Tensor | None]:
         """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
-        adds to the residual."""
+        adds to the residual. None: hidden is the sum."""
         x, residual = getattr(self, self.before_mixer)(hidden, residual)
         hidden = getattr(self, self.mixer)(x, angles, metadata, kv_cache)
         if self.after_mixer:
@@ -70,6 +71,8 @@ class LlamaDecoderLayer(Layer):
             _, residual = self.sum(hidden, residual)
         else:
             x, residual = getattr(self, self.before_block)(hidden, residual)
+        if self.of_sums:
+            return getattr(self, self.after_block)(getattr(self, self.block)(x), x)[0], None
         hidden = getattr(self, self.block)(x)
         if self.after_block:
             hidden, _ = getattr(self, self.after_block)(hidden)
@@ -92,15 +95,24 @@ class LlamaModel(Layer):
         self.embeds = spec.has_embedding
         if spec.has_embedding or (spec.has_end and spec.tied_embeddings):
             self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, group, dtype, scale)
+        added = spec.text_embedding
+        self.embeddings = None if added is None else EmbeddingSum(added, spec, context)
         self.layers = nn.ModuleList()
         for index, (layer, attention) in enumerate(zip(spec.layers, context.specs, strict=True)):
             self.layers.add_module(str(spec.first_layer + index), LlamaDecoderLayer(index, layer, attention, context))
-        self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype) if spec.has_end else Sum()
+        self.norm: Layer = Sum()
+        if spec.has_end and not spec.ends_normed:
+            self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        hidden, residual = self.embed_tokens(inputs) if self.embeds else inputs, None
+        residual = None
+        if self.embeddings is not None:
+            ids, types = self.embeddings.split(inputs)
+            hidden = self.embeddings(self.embed_tokens(ids), types, positions)
+        else:
+            hidden = self.embed_tokens(inputs) if self.embeds else inputs
         angles = [*(rotary(positions) for rotary in self.rotaries), NO_ANGLES]
         for layer, turned_by, kv_cache in zip(self.layers, self.turned_by, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache)

@@ -58,7 +58,7 @@ class PooledModel(Layer):
         for layer in self.pooling.head:
             self._add(layer.name, Projection(layer))
             if layer.norm is not None:
-                self._add(f"{layer.name}_norm", _norm(layer, context.kernels))
+                self._add(f"{layer.name.removesuffix('_dense')}_norm", _norm(layer, context.kernels))
         self.lm_head: ParallelLMHead | None = None
         if self.pooling.token_pair is not None:
             if not spec.has_head:

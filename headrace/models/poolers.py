@@ -145,7 +145,8 @@ def read_pooling(
     unknown = sorted(asked.values.keys() - {*SETTINGS})
     if unknown:
         raise ConfigError(f"pooler_config has {unknown[0]!r:.80}; accepted: {', '.join(SETTINGS)}")
-    kind = sentences.kind or usual
+    kind = sentences.kind or (KINDS.get(c.text("classifier_pooling", "").upper()) if convert == "classify" else None)
+    kind = kind or usual
     for name in ("pooling_type", "seq_pooling_type"):
         if asked.values.get(name) is not None:
             given = str(asked.values[name]).upper()

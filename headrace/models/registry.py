@@ -19,7 +19,15 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, LayerSpec, Mixer, ModelSpec
 from headrace.models import dense_families as families
-from headrace.models import descriptions, expert_families, hybrid_families, latent_families, scaled_families, text_parts
+from headrace.models import (
+    descriptions,
+    expert_families,
+    hybrid_families,
+    latent_families,
+    scaled_families,
+    text_encoders,
+    text_parts,
+)
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, read_pooling, read_sentences, runner_of
@@ -98,8 +106,8 @@ class ModelEntry:
 
 
 OF_MODEL = (
-    "vision_weights", "draft_weights", "norm", "embedding_scale", "rounds_embedding_scale", "logit_scale", "logit_cap",
-    "names",
+    "vision_weights", "draft_weights", "norm", "ends_normed", "text_embedding", "embedding_scale",
+    "rounds_embedding_scale", "logit_scale", "logit_cap", "names",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -263,7 +271,27 @@ MODELS = (
     ),
 )  # fmt: skip
 
+ENCODERS = (
+    ModelEntry(
+        "BertModel", text_encoders.bert, *LLAMA, has_head=False, pools_by="cls", segments=True,
+        classifier=text_encoders.bert_classifier,
+    ),
+    *(
+        ModelEntry(
+            name, text_encoders.roberta, *LLAMA, has_head=False, pools_by="cls",
+            classifier=text_encoders.roberta_classifier, taken_positions=text_encoders.taken_positions,
+        )
+        for name in ("RobertaModel", "XLMRobertaModel", "CamembertModel")
+    ),
+    ModelEntry(
+        "ModernBertModel", text_encoders.modern_bert, *LLAMA, has_head=False, pools_by="cls",
+        classifier=text_encoders.modern_classifier,
+    ),
+)  # fmt: skip
+"""Families whose tokens see all others, so that they never generate"""
 DESCRIBED = {entry.architecture: entry for entry in MODELS}
+ON_TOP = (CLASSIFIER, "ForMaskedLM")
+"""How architectures of encoders with a head end"""
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
 PLUGINS = "headrace.models"
 """Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
@@ -275,6 +303,9 @@ def find_entry(architecture: str) -> ModelEntry | None:
     cannot be imported."""
     if architecture in DESCRIBED:
         return DESCRIBED[architecture]
+    for encoder in ENCODERS:
+        if architecture in (encoder.architecture, *(encoder.architecture.removesuffix(BARE) + end for end in ON_TOP)):
+            return replace(encoder, architecture=architecture)
     for end in (CLASSIFIER, BARE):
         family = architecture.removesuffix(end)
         generating = DESCRIBED.get(f"{family}{CAUSAL}") or DESCRIBED.get(f"{family.removesuffix('Text')}{CAUSAL}")
@@ -323,10 +354,16 @@ def read_served_config(folder: Path, asked: EngineConfig | None = None) -> Model
     if runner == "generate":
         return config
     fields = replace(config.fields, values={**config.raw, "architectures": names})
-    pooling = read_pooling(asked, folder, fields, convert, sentences, entry.pools_by, entry.classifier, entry.segments)
+    pooling = read_pooling(
+        asked, folder, fields, convert, sentences, entry.pools_by, entry.classifier, _has_segments(entry, fields)
+    )
     longest = config.max_position_embeddings - entry.taken_positions(fields)
     longest = min(longest, sentences.max_length or longest)
     return replace(config, pooling=pooling, max_position_embeddings=longest)
+
+
+def _has_segments(entry: ModelEntry, fields: Fields) -> bool:
+    return entry.segments and fields.integer("type_vocab_size", 2, minimum=0) > 1
 
 
 def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:

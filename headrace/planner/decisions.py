@@ -221,6 +221,8 @@ def _pooling(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, Any], 
     changes: dict[str, Any] = {}
     made = [Decision("runner", "pooling", f"the model makes vectors or scores, by {model.pooling.kind} pooling")]
     if any(not layer.mixer.causal for layer in describe(model).layers):
+        if config.batch_invariant:
+            raise ConfigError("batch_invariant must be false: texts that are computed whole are padded to the longest")
         changes = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
         why = "each token sees those behind it, so that a prompt is computed whole, and nothing is cached"
         made.append(Decision("enable_chunked_prefill", False, why))

@@ -85,8 +85,8 @@ class Subject:
         return [(layer, layer.rounding) for layer in sized if layer.rounding is not None]
 
     def attention_layers(self) -> list[Attention]:
-        """Return one attention layer of each kind."""
-        return self.kinds(Attention, lambda layer: layer.spec)
+        """Return one attention layer of each kind that has a cache."""
+        return [layer for layer in self.kinds(Attention, lambda layer: layer.spec) if layer.spec.causal]
 
     def latent_layers(self) -> list[LatentAttention]:
         """Return one layer of latent attention of each kind."""

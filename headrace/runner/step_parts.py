@@ -126,9 +126,11 @@ def _attempt(runner: ModelRunner, step: SchedulerOutput, masks: Masks | None) ->
 def _in_parts(
     runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, failure: str, masks: Masks | None
 ) -> list[RunnerOutput]:
-    parts = halves(step)
+    whole = len(step.rows) == 1 and any(spec is not None and not spec.causal for spec in runner.shape.specs)
+    parts = None if whole else halves(step)
     if parts is None:
-        raise OutOfMemoryError(f"no memory for a step of one token: {failure}")
+        of = "one text, which is computed whole" if whole else "one token"
+        raise OutOfMemoryError(f"no memory for a step of {of}: {failure}")
     outputs = []
     for part in parts:
         output = _attempt(runner, part, masks)

@@ -45,7 +45,11 @@ def test_a_forced_backend_in_any_case():
             None,
             ["TRITON_ATTN: batch invariance: latents", "TORCH_SDPA: batch invariance"],
         ),
-        (replace(CPU, causal=False), None, ["no attention backend", "TORCH_SDPA: attends over a cache", "come later"]),
+        (
+            replace(CPU, causal=False, soft_cap=30.0),
+            None,
+            ["no attention backend", "TORCH_SDPA: attends over a cache", "come later", "TORCH_WHOLE: knows no sinks"],
+        ),
     ],
 )
 def test_impossible_choices_name_reasons_and_remedies(spec, forced, words):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace import LLM, PoolingParams, SamplingParams
 from headrace.errors import ConfigError, HeadraceError, RequestError, UnsupportedModelError
-from tests.models.pooling_models import DECODER, pool, save, save_sentences, save_tokenizer
+from tests.models.pooling_models import DECODER, ODD, pool, save, save_sentences, save_tokenizer
 
 PROMPTS = [[5], list(range(20, 90)), [8, 64, 22, 90, 41], [7] * 33, [8, 64, 22, 90, 41, 3, 3]]
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -192,3 +192,83 @@ def test_what_is_asked_for_and_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.WordWeights", "path": "1"}]))
     with pytest.raises(UnsupportedModelError, match="module 'WordWeights'"):
         opened(tmp_path)
+
+
+ENCODER = {key: value for key, value in ODD.items() if key != "max_position_embeddings"}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bert": ("BertConfig", {"max_position_embeddings": 128, "hidden_act": "gelu_new"}),
+    "Roberta": ("RobertaConfig", {"max_position_embeddings": 429, "type_vocab_size": 1, "pad_token_id": 300}),
+    "XLMRoberta": ("XLMRobertaConfig", {"max_position_embeddings": 429, "type_vocab_size": 1, "pad_token_id": 300}),
+    "ModernBert": (
+        "ModernBertConfig",
+        {"max_position_embeddings": 128, "local_attention": 10, "norm_bias": True, "classifier_pooling": "mean"}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+}
+
+
+def encoder_config(name: str, **changes: Any) -> Any:
+    kind, own = ENCODERS[name]
+    return getattr(transformers, kind)(**ENCODER | own | {"attn_implementation": "eager"} | changes)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("mode", ["cls_token", "mean_tokens"])
+def test_vectors_of_encoders_equal_sentence_transformers(name: str, mode: str, tmp_path: Path) -> None:
+    model = save(f"{name}Model", encoder_config(name), tmp_path)
+    save_tokenizer(tmp_path)
+    save_sentences(tmp_path, mode, normalize=False)
+    prompts = [*PROMPTS, [4] * 128]
+    with opened(tmp_path, max_num_batched_tokens=160) as llm:
+        made = vectors(llm, prompts)
+        each = llm.encode(as_prompts(prompts), use_tqdm=False, pooling_task="token_embed")
+        with pytest.raises(RequestError, match="your prompt has 129 tokens"):
+            vectors(llm, [[4] * 129])
+    for ids, vector, tokens in zip(prompts, made, each, strict=True):
+        hidden = hidden_states(model, ids)
+        assert (vector - pool(hidden, mode, normalize=False)).abs().max() < 1e-4
+        assert (tokens.outputs.data - hidden).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_scores_of_cross_encoders_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = save(f"{name}ForSequenceClassification", encoder_config(name, num_labels=1, vocab_size=512), tmp_path)
+    save_tokenizer(tmp_path, ("<s>", "</s>"))
+    pairs = [("who?", "me"), ("who?", "someone else, and much further away"), ("who?", "")]
+    with opened(tmp_path, max_num_batched_tokens=160) as llm:
+        queries, documents = zip(*pairs, strict=True)
+        logits = llm.score(queries, documents, use_tqdm=False, pooling_params=PoolingParams(use_activation=False))
+        likely = llm.score("who?", list(documents), use_tqdm=False)
+        assert llm.tokenizer is not None
+        backend = llm.tokenizer.backend
+    for (query, document), one, other in zip(pairs, logits, likely, strict=True):
+        encoded = backend.encode(query, document)
+        given = {"input_ids": torch.tensor([encoded.ids])}
+        if name == "Bert":
+            given["token_type_ids"] = torch.tensor([encoded.type_ids])
+        with torch.inference_mode():
+            expected = float(model(**given).logits[0, 0])
+        assert abs(one.outputs.score - expected) < 1e-4
+        assert abs(other.outputs.score - float(torch.tensor(expected).sigmoid())) < 1e-5
+
+
+def test_an_encoder_with_another_head_embeds_and_classifies_more_labels(tmp_path: Path) -> None:
+    masked, labels = tmp_path / "masked", tmp_path / "labels"
+    model = save("BertForMaskedLM", encoder_config("Bert"), masked)
+    save_tokenizer(masked)
+    with opened(masked, max_num_batched_tokens=160) as llm:
+        (vector,) = vectors(llm, [PROMPTS[1]])
+        with pytest.raises(RequestError, match="does not generate text"):
+            llm.generate("abc", use_tqdm=False)
+    expected = pool(hidden_states(model.bert, PROMPTS[1]), "cls_token")
+    assert (vector - expected).abs().max() < 1e-5
+    names = {0: "no", 1: "perhaps", 2: "yes"}
+    classifier = save("BertForSequenceClassification", encoder_config("Bert", id2label=names), labels)
+    save_tokenizer(labels)
+    with opened(labels, max_num_batched_tokens=160) as llm:
+        (made,) = llm.classify(as_prompts([PROMPTS[2]]), use_tqdm=False)
+    with torch.inference_mode():
+        likely = classifier(torch.tensor([PROMPTS[2]])).logits[0].softmax(-1)
+    assert (torch.tensor(made.outputs.probs) - likely).abs().max() < 1e-5
+    with pytest.raises(ConfigError, match="batch_invariant must be false"):
+        opened(labels, batch_invariant=True)

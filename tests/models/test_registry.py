@@ -134,7 +134,7 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, '`hidden_act` is "gelu"; must be one of silu, swish, gelu_pytorch_tanh'),
+        ({"hidden_act": "mish"}, '`hidden_act` is "mish"; must be one of silu, swish, gelu, gelu_pytorch_tanh'),
         ({"rope_scaling": {"rope_type": "xrope"}}, "rope type is 'xrope'; accepted: default, linear"),
         (
             {"rope_scaling": {"rope_type": "longrope"}},
