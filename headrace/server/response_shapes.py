@@ -52,6 +52,8 @@ class ResponsesRequest(Struct, kw_only=True):
 
 class InputTokensDetails(Struct):
     cached_tokens: int
+    cache_write_tokens: int = 0
+    """Nobody pays for what is written to a cache here."""
 
 
 class OutputTokensDetails(Struct):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import collections
+import json
+import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +104,50 @@ def test_the_openai_sdk_gets_vectors(embedder: Embedder) -> None:
         assert (torch.tensor(other.embedding) - torch.tensor(one.embedding)).abs().max() < 1e-6
     first = embedder.expected(TEXTS[0])[:9]
     assert (torch.tensor(short.data[0].embedding) - first / first.norm()).abs().max() < 1e-5
+
+
+def test_bodies_are_what_the_sdk_describes(embedder: Embedder) -> None:
+    for wanted in ("float", "base64"):
+        body = embedder.post("/v1/embeddings", model="tiny", input=TEXTS, encoding_format=wanted).json()
+        if wanted == "base64":
+            for one in body["data"]:
+                one["embedding"] = [*struct.unpack("<60f", base64.b64decode(one["embedding"]))]
+        found = openai.types.CreateEmbeddingResponse.model_validate(body)
+        assert found.model_extra is not None
+        assert {*found.model_extra} == {"id", "created"}
+
+
+VALUES: list[Any] = [
+    None, True, 0, -1, 1.5, 2**40, "", "text", "x" * 300, [], [5], ["a"], [["a"]], [[5, 6]], {}, {"text": "a"}, [{}],
+    [None], "\ud800", "\x00", [2**40], [True], "base64", "embed",
+]  # fmt: skip
+FIELDS = {
+    "/v1/embeddings": ("input", "dimensions", "encoding_format", "truncate_prompt_tokens", "prompt_name", "priority"),
+    "/pooling": ("input", "task", "dimensions", "normalize", "add_special_tokens", "request_id"),
+    "/classify": ("input", "activation", "truncate_prompt_tokens", "model"),
+    "/score": ("text_1", "text_2", "queries", "documents", "instruction", "use_activation"),
+    "/rerank": ("query", "documents", "top_n", "return_documents", "truncate_prompt_tokens", "instruction"),
+}
+
+
+@pytest.mark.parametrize("which", ["embedder", "ranker"])
+def test_any_body_is_answered_or_refused(which: str, request: pytest.FixtureRequest) -> None:
+    server: Embedder = request.getfixturevalue(which)
+    chosen, statuses = random.Random(7), collections.Counter[int]()
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        for _ in range(400):
+            path = chosen.choice([*FIELDS])
+            body = {"input": "a", "query": "a", "documents": ["a", "b"]}
+            body = {name: value for name, value in body.items() if name in FIELDS[path]}
+            for name in chosen.sample(FIELDS[path], chosen.choice((1, 1, 1, 2))):
+                body[name] = chosen.choice(VALUES)
+            content = json.dumps(body)
+            answer = client.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code in (200, 400, 404), (path, content, answer.text)
+            assert answer.status_code == 200 or answer.json()["error"]["message"], (path, content)
+            statuses[answer.status_code] += 1
+    assert min(statuses[200], statuses[400]) > 10, statuses
+    assert server.post("/tokenize", prompt="ab").json()["count"] == 2
 
 
 def test_langchain_gets_vectors(embedder: Embedder) -> None:
