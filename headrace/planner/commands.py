@@ -87,22 +87,23 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
     else:
         variables = _vllm_variables(scenario, candidate, settings)
         flags = _vllm_flags(scenario, candidate, given, settings)
-    # Each replica is a server of its own, except that vLLM serves all replicas of a dense model as ranks of one server.
+    # A node's replicas are one server, except that ranks of one vLLM share the experts of a mixture.
     servers: list[dict[str, str]] = []
-    size = parallel.tp * parallel.pp
-    replicas = min(parallel.replicas, max(1, chip.gpus_per_node // size))
-    if replicas > 1 and (request.engine == "headrace" or scenario.shape.is_moe):
+    size, replicas = parallel.tp * parallel.pp, _replicas_on_node(parallel, chip)
+    if replicas > 1 and request.engine != "headrace" and scenario.shape.is_moe:
         notes.append(
             f"{replicas} servers a node, behind a balancer that sends a request to the one with the fewest running"
         )
-        # vLLM reads CUDA's name on AMD's GPUs too, and wants the other unset.
-        amd = chip.vendor == "amd" and request.engine == "headrace"
-        variable = "HIP_VISIBLE_DEVICES" if amd else "CUDA_VISIBLE_DEVICES"
+        # vLLM reads CUDA's name on AMD's GPUs too, and wants AMD's own unset.
         for replica in range(replicas):
             devices = ",".join(str(replica * size + gpu) for gpu in range(size))
-            servers.append({variable: devices, "--port": str(FIRST_PORT + replica)})
+            servers.append({"CUDA_VISIBLE_DEVICES": devices, "--port": str(FIRST_PORT + replica)})
     program = (request.engine, "serve", model)
     return Command(request.engine, program, tuple(variables), tuple(flags), tuple(notes), tuple(servers))
+
+
+def _replicas_on_node(parallel: Parallel, chip: Chip) -> int:
+    return min(parallel.replicas, max(1, chip.gpus_per_node // (parallel.tp * parallel.pp)))
 
 
 def _given(scenario: Scenario) -> dict[str, Any]:
@@ -121,6 +122,9 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
         flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
     if parallel.pp > 1:
         flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
+    replicas = _replicas_on_node(parallel, scenario.chip)
+    if replicas > 1:
+        flags.append(Flag("--data-parallel-size", str(replicas), "engines behind one port, by expected wait"))
     if parallel.ep:
         flags.append(Flag("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
@@ -137,7 +141,7 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
     why = "how many prompt tokens a step with decodes may hold"
     if request.objective == "throughput" and scenario.kv_bytes == 1 and "kv_cache_dtype" not in given:
         why += ", and an fp8 KV cache, which rounds"
-    each = -(-candidate.workload.concurrency // parallel.replicas)
+    each = -(-candidate.workload.concurrency * replicas // parallel.replicas)
     return [
         *flags,
         *_switches(given),
