@@ -12,8 +12,10 @@ from pathlib import Path
 
 from headrace.errors import ModelNotFoundError
 
-DEMO_MODEL = "demo"
+DEMO_MODEL, DEMO_DRAFT = "demo", "demo-draft"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
+EMBEDDED = {DEMO_MODEL: DEMO_FOLDER, DEMO_DRAFT: Path(__file__).parent / "demo_draft"}
+"""Models that come with the code: one that answers, and one that guesses tokens for it."""
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 IGNORED = ["*/*", "consolidated*"]
@@ -24,9 +26,9 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def resolve_model_folder(
     model: str, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
 ) -> Path:
-    """Return the folder that holds config.json, and the weights unless `load_format` is dummy. `demo` is the embedded
-    model. Any other name is a local folder if there is one, and a hub id if not. Raises ModelNotFoundError, which says
-    in one line what to do."""
+    """Return the folder that holds config.json, and the weights unless `load_format` is dummy. `demo` and
+    `demo-draft` are embedded. Any other name is a local folder if there is one, and a hub id if not. Raises
+    ModelNotFoundError, which says in one line what to do."""
     folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
     with _readable(folder):
         found = (folder / "config.json").is_file()
@@ -42,7 +44,7 @@ def resolve_tokenizer_folder(tokenizer: str, revision: str | None = None, downlo
 
 def local_model_folder(model: str) -> Path | None:
     """Return MODEL's folder if that can be known without asking the hub, else None. Never raises."""
-    folder = DEMO_FOLDER if model == DEMO_MODEL else local_path(model)
+    folder = EMBEDDED.get(model) or local_path(model)
     return folder if folder is not None and is_file(folder / "config.json") else None
 
 
@@ -63,13 +65,13 @@ def is_file(path: Path) -> bool:
 
 
 def _resolve(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
-    if model == DEMO_MODEL:
-        if not (DEMO_FOLDER / "config.json").is_file():
+    if (embedded := EMBEDDED.get(model)) is not None:
+        if not (embedded / "config.json").is_file():
             raise ModelNotFoundError(
-                f"the embedded demo model is missing from this installation ({DEMO_FOLDER}); "
+                f"the embedded {model} model is missing from this installation ({embedded}); "
                 "reinstall headrace, or name a local folder or a Hugging Face id"
             )
-        return DEMO_FOLDER
+        return embedded
     folder = local_path(model)
     if folder is None:
         raise ModelNotFoundError(f"folder {model!r} does not exist: no user of that name has a home folder here")

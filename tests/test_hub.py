@@ -46,13 +46,14 @@ def test_a_relative_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytes
     assert hub.resolve_model_folder("org/name").resolve() == (tmp_path / "org" / "name").resolve()
 
 
-def test_demo_is_the_embedded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
-    with pytest.raises(ModelNotFoundError, match="embedded demo model is missing"):
-        hub.resolve_model_folder("demo")
+@pytest.mark.parametrize("name", ["demo", "demo-draft"])
+def test_demo_is_the_embedded_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hub.EMBEDDED, name, tmp_path)
+    with pytest.raises(ModelNotFoundError, match=f"embedded {name} model is missing"):
+        hub.resolve_model_folder(name)
     make_folder(tmp_path)
-    assert hub.resolve_model_folder("demo") == tmp_path
-    assert hub.local_model_folder("demo") == tmp_path
+    assert hub.resolve_model_folder(name) == tmp_path
+    assert hub.local_model_folder(name) == tmp_path
 
 
 @pytest.mark.parametrize("model", ["/no/such", "./no", "../no", "~/no-such-folder", "a/b/c", "with space"])

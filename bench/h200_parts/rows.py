@@ -125,9 +125,12 @@ def _other_rows() -> Iterator[RowSpec]:
         ("single/tpot", "one at a time 128/128, TPOT", 4.90, None),
     ):
         yield RowSpec(f"served/{name}", "serve", f"served, {title}", "ms", vllm, target)
-    drafts = "8B bf16, step of 8 requests"
-    yield RowSpec("drafts/bf16/0", "drafts", f"{drafts}, no drafts", "ms")
-    yield RowSpec("drafts/bf16/3", "drafts", f"{drafts}, 3 drafts (at most 1.25 x)", "ms", None, 1.25, "drafts/bf16/0")
+    for batch, most in ((1, 1.06), (8, 1.12), (32, 1.28)):
+        drafts, plain = f"8B bf16, step of {batch}", f"drafts/bf16/0/{batch}"
+        yield RowSpec(plain, "drafts", f"{drafts}, no drafts", "ms")
+        yield RowSpec(
+            f"drafts/bf16/3/{batch}", "drafts", f"{drafts}, 3 drafts (at most {most} x)", "ms", None, most, plain
+        )
     for batch in (1, 8, 32):
         drafts = f"8B bf16, {batch} forced to one token, "
         yield RowSpec(f"drafts/bf16/plain-all/{batch}", "drafts", f"{drafts}no drafts", "ms")
@@ -136,6 +139,13 @@ def _other_rows() -> Iterator[RowSpec]:
     yield RowSpec("drafts/bf16/plain-none/1", "drafts", "8B bf16, 1 drawing tokens at random, no drafts", "ms")
     yield RowSpec("drafts/bf16/ngram-none/1", "drafts", "8B bf16, 1 drawing tokens at random, 5 by ngram", "ms")
     yield RowSpec("drafts/bf16/ngram-all/1", "drafts", "8B bf16, 1 forced to one token, 5 by ngram", "ms")
+    for batch in (128, 256):
+        drafts, plain = f"8B bf16, {batch} forced to one token, ", f"drafts/bf16/plain/{batch}"
+        yield RowSpec(plain, "drafts", f"{drafts}no drafts", "output tok/s", higher_is_better=True)
+        title = f"{drafts}as many drafts as pay, of which 40% are right"
+        yield RowSpec(
+            f"drafts/bf16/adaptive/{batch}", "drafts", title, "output tok/s", None, 1.0, plain, higher_is_better=True
+        )
     yield RowSpec("idle/bf16/128", "idle", "GPU idle between decode steps at batch 128 (trace)", "%", None, 3.0)
 
 
