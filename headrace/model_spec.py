@@ -114,6 +114,8 @@ class Attention:
     """weights of the norms of heads multiply what is rotated, not what is projected"""
     output_gate: bool = False
     """each head's output is multiplied with the sigmoid of as many numbers, which are projected beside its query"""
+    input_size: int | None = None
+    """of what queries, keys and values are projected from; None: hidden_size"""
 
     kind = "gqa"
     sparse_top_k = None
@@ -123,6 +125,11 @@ class Attention:
     def v_head_dim(self) -> int:
         """The size of a value."""
         return self.head_dim
+
+    @property
+    def inputs(self) -> int:
+        """The size of what queries, keys and values are projected from."""
+        return self.input_size or self.hidden_size
 
     @cached_property
     def turns(self) -> Turns | None:
@@ -135,13 +142,13 @@ class Attention:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The layer's tensors."""
-        hidden, dim = self.hidden_size, self.head_dim
+        hidden, dim, inputs = self.hidden_size, self.head_dim, self.inputs
         q, kv = self.num_heads * dim, self.num_kv_heads * dim
         q_bias: Split | None = "heads" if self.qkv_bias else None
-        tensors = linear("self_attn.q_proj", q * (1 + self.output_gate), hidden, "heads", q_bias, fused="qkv_proj")
+        tensors = linear("self_attn.q_proj", q * (1 + self.output_gate), inputs, "heads", q_bias, fused="qkv_proj")
         kv_bias: Split | None = "kv_heads" if self.qkv_bias else None
         for name in ("k_proj", "v_proj"):
-            tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", kv_bias, fused="qkv_proj")
+            tensors += linear(f"self_attn.{name}", kv, inputs, "kv_heads", kv_bias, fused="qkv_proj")
         tensors += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None, axis=1)
         shapes: dict[str, tuple[tuple[int, ...], Split, tuple[int, ...], Split]] = {
             "head": ((dim,), "whole", (dim,), "whole"),
@@ -530,6 +537,68 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class HeadSpec:
+    """Describes a head: one layer that guesses the next token from a hidden state of the model and the embedding of the
+    token behind it (EAGLE, arXiv 2401.15077 and 2503.01840; multi-token prediction, arXiv 2412.19437)."""
+
+    layer: LayerSpec
+    max_position_embeddings: int
+    joins: Literal["embedding_first", "hidden_first", "in_attention"] = "embedding_first"
+    """A linear makes the layer's input of embedding and hidden state, in this order or the other; in_attention: both
+    are what queries, keys and values are projected from, and the hidden state is the residual."""
+    taps: tuple[int, ...] = ()
+    """layers of the model of whose inputs a linear makes the hidden state; empty: it is what the model's logits are
+    computed from"""
+    vocab_size: int = 0
+    """tokens of its own logits, each of which stands for one of the model's; 0: the model's head computes them"""
+    input_norm: Norm | None = None
+    """of embedding and hidden state, each; None: they are not normed"""
+    last_norm: Norm | None = None
+    """before its logits"""
+    hands_on_normed: bool = False
+    """the hidden state for its next guess is the last norm's output, not its input"""
+    paths: tuple[tuple[str, str], ...] = ()
+    """(one of its parts, that part's name in a checkpoint)"""
+    shared: tuple[str, ...] = ()
+    """how names begin of tensors that its checkpoint may hold beside it and that are the model's own, or not needed"""
+    in_model: bool = False
+    """its tensors are in the checkpoint of the model"""
+    names: tuple[tuple[str, str], ...] = ()
+    """(part of a tensor's name in published files, what it is here)"""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that cache something."""
+        return (self.layer,)
+
+    @property
+    def hidden_size(self) -> int:
+        """The size of its hidden states, which is the model's."""
+        return self.layer.mixer.hidden_size
+
+    @property
+    def joined(self) -> int:
+        """The number of hidden states, or embeddings, that its linear joins."""
+        return len(self.taps) or 2
+
+    @property
+    def weights(self) -> int:
+        """The number of all parameters."""
+        norms = 2 * (self.input_norm is not None) + (self.last_norm is not None)
+        return self.layer.weights + (self.joined * self.hidden_size + norms + self.vocab_size) * self.hidden_size
+
+    def path(self, path: str) -> str:
+        """Return the name in a checkpoint of a module of the head."""
+        part, dot, rest = path.partition(".")
+        return f"{dict(self.paths).get(part, part)}{dot}{rest}"
+
+    def skips(self, name: str) -> bool:
+        """Tell whether a tensor of its checkpoint is none of the head's."""
+        own = tuple(f"{theirs}." for _, theirs in self.paths)
+        return name.startswith(self.shared) or (self.in_model and not name.startswith(own))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Describes a whole model. Layers that are alike compare equal, so that they can be counted."""
 
@@ -544,8 +613,10 @@ class ModelSpec:
     """False: there is no head over the vocabulary, since the model does not generate"""
     vision_weights: int = 0
     """parameters of an image encoder, which text does not use"""
-    draft_weights: int = 0
-    """parameters of layers that draft further tokens, loaded for speculative decoding alone"""
+    head: HeadSpec | None = None
+    """what a checkpoint may hold to guess further tokens, loaded for that alone"""
+    taps: tuple[int, ...] = ()
+    """layers whose inputs are kept for a head"""
     norm: Norm = Norm()
     """the last one"""
     ends_normed: bool = False
@@ -568,6 +639,11 @@ class ModelSpec:
     """False: hidden states come in, of the stage before"""
     has_end: bool = True
     """False: the sum of the residual goes out, for the stage behind, without norm and head"""
+
+    @property
+    def draft_weights(self) -> int:
+        """The parameters of its own head, if there is one."""
+        return 0 if self.head is None else self.head.weights
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
 
 NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, MTP = "ngram", "draft_model", "eagle", "eagle3", "mtp"
 METHODS = (NGRAM, DRAFT_MODEL, EAGLE, EAGLE3, MTP)
-SERVED = (NGRAM, DRAFT_MODEL)
 REFUSED = {
     "medusa": "its heads guess each token without knowing the one before, and fewer guesses are right than of eagle3",
     "mlp_speculator": "eagle3 heads have taken its place, of whose guesses more are right",
@@ -106,10 +106,11 @@ def _check_type(name: str, value: Any) -> None:
 
 def _method(fields: Mapping[str, Any]) -> str:
     """Return the method. `ngram` and `[ngram]` as a model, and names of families before `_mtp`, are vLLM's spellings
-    too; a model without a method is a draft model."""
+    too; a model without a method is what its name says, or a draft model."""
     model = fields.get("model", "")
     named = NGRAM if model in (NGRAM, "[ngram]") else DRAFT_MODEL if model else ""
-    method: str = fields.get("method", named)
+    kind = next((kind for kind in (EAGLE3, EAGLE) if kind in Path(model).name.lower()), named)
+    method: str = fields.get("method", kind)
     method = MTP if method.endswith("_mtp") else method
     if method in REFUSED:
         raise ConfigError(f"speculative_config.method {method!r} is not served: {REFUSED[method]}")

@@ -30,6 +30,7 @@ FAMILIES = {
     "MistralForCausalLM": "Mistral",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
+    "MiMoForCausalLM": "MiMo",
     "MixtralForCausalLM": "Mixtral",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE, Mellum 2",

@@ -26,6 +26,8 @@ TAKEN: list[tuple[dict[str, Any], Speculation | None]] = [
         {"method": "eagle3", "model": "m", "num_speculative_tokens": 2, "revision": "r", "enforce_eager": True},
         Speculation("eagle3", 2, "m", "r"),
     ),
+    ({"model": "of/EAGLE3-Llama", "num_speculative_tokens": 1}, Speculation("eagle3", 1, "of/EAGLE3-Llama")),
+    ({"model": "eagle/llama-1b", "num_speculative_tokens": 1}, Speculation("draft_model", 1, "eagle/llama-1b")),
     ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, Speculation("mtp", 1)),
     ({"method": "deepseek_mtp"}, Speculation("mtp", 1, adaptive=True)),
     ({"method": "ngram"}, Speculation("ngram", 5, adaptive=True)),

@@ -39,6 +39,10 @@ class StaleDrafter:
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
         self.num_layers = 0
+        self.taps = False
+
+    def hidden_states(self, num_tokens: int, device: Any) -> None:
+        pass
 
     def fill(self, input_ids: Any, metadata: Any, tables: Any) -> None:
         pass

@@ -46,6 +46,9 @@ class AttentionMetadata:
     """takes over attention's calls while a step is captured in pieces around them: layers call cut(attend, q, kv_cache,
     metadata, *rest, shape=the result's for one token) in place of attend(q, kv_cache, metadata, *rest)"""
 
+    tapped: Tensor | None = None
+    """[T, ...]: takes the inputs of the layers that the model taps, side by side; None: they are not wanted"""
+
     @staticmethod
     def of(
         batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...], block_tables: tuple[Tensor, ...]

@@ -93,7 +93,8 @@ def with_local_draft(config: EngineConfig) -> EngineConfig:
     if guesses is None or not guesses.model:
         return config
     folder = resolve_model_folder(guesses.model, guesses.revision, config.download_dir, config.load_format)
-    return config.replace(speculative_config={**config.speculative_config, "model": str(folder)})
+    local = {"method": guesses.method, "model": str(folder)}  # the folder's name need not say what the model's says
+    return config.replace(speculative_config={**config.speculative_config, **local})
 
 
 def _grammar_compiler(

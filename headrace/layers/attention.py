@@ -132,7 +132,7 @@ class Attention(Layer):
         self.output_gate = mixer.output_gate
         projected_heads = mixer.num_heads * (1 + mixer.output_gate)
         self.qkv_proj = QKVParallelLinear(
-            hidden, projected_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
+            mixer.inputs, projected_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
         )
         self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
         self.q_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None

@@ -18,6 +18,7 @@ from headrace.errors import CheckpointError
 from headrace.layers.attention import KV_SCALE_NAMES
 from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig, read_object
+from headrace.model_spec import HeadSpec
 
 TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -126,10 +127,13 @@ def total_bytes(files: list[Path]) -> int:
 
 
 def text_tensors(
-    tensors: list[StoredTensor], config: ModelConfig, names: Sequence[tuple[str, str]]
+    tensors: list[StoredTensor],
+    config: ModelConfig,
+    names: Sequence[tuple[str, str]],
+    head: HeadSpec | None = None,
 ) -> tuple[list[StoredTensor], Counter[str]]:
-    """Return the tensors of a model's text part, under the names that they have in a model of text alone, and how many
-    others there are of each kind that text does not use. `names`: ModelSpec's."""
+    """Return the tensors of a model's text part, or of its `head` instead, under the names that they have in a model of
+    text alone, and how many others there are of each kind that text does not use. `names`: ModelSpec's."""
     kept, others = [], Counter[str]()
     last = config.num_layers + config.draft_layers
     for one in tensors:
@@ -139,7 +143,11 @@ def text_tensors(
         for theirs, ours in names:
             name = name.replace(theirs, ours)
         layer = _OF_LAYER.match(name)
-        if name.startswith(DRAFTS):
+        if head is not None and head.skips(name):
+            others["of the model itself"] += 1
+        elif head is not None:
+            kept.append(one if name == one.name else replace(one, name=name, within=one.name))
+        elif name.startswith(DRAFTS):
             others["of layers that draft further tokens"] += 1
         elif config.more_than_text and not _OF_TEXT.match(name):
             others["of other parts than text"] += 1

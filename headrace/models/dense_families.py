@@ -11,10 +11,12 @@ from headrace.layer_parts import Norm, Norms, Rope
 from headrace.model_config import Fields, head_dim, num_layers
 from headrace.model_spec import Attention, DenseMLP
 from headrace.models.descriptions import (
+    Describe,
     Described,
     alike,
     attention,
     dense,
+    head,
     layer_types,
     llama,
     rms_norm,
@@ -365,3 +367,21 @@ def hunyuan_attention(c: Fields) -> Attention:
         dim = head_dim(c)
         rope = Rope(rope.theta * scaling.number("alpha", above=0) ** (dim / (dim - 2)))
     return attention(c, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm="head", norm_last=True, norm=rms_norm(c, 1e-5))
+
+
+# ---- heads for further tokens
+
+MIMO_HEAD = {
+    "embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "fc": "input_proj", "norm": "final_layernorm",
+}  # fmt: skip
+"""Names of the parts of MiMo's head for further tokens, beside its layer"""
+
+
+def with_mimo_head(describe: Describe, c: Fields) -> Described:
+    """Return what `describe` says, with MiMo's head for further tokens (arXiv 2505.07608)."""
+    described, of = describe(c), "model.mtp_layers.0"
+    if not c.integer("num_nextn_predict_layers", 0, 0):
+        return described
+    paths = {part: f"{of}.{name}" for part, name in MIMO_HEAD.items()} | {"layer": of}
+    own = head(c, described.layers[-1], paths, joins="hidden_first", hands_on_normed=True)
+    return replace(described, head=own)

@@ -6,7 +6,7 @@ modules that serve it. The table of families is in registry.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from headrace.model_spec import (
     ExpertNames,
     Experts,
     FeedForward,
+    HeadSpec,
     LayerSpec,
     Mixer,
 )
@@ -32,7 +33,7 @@ class Described:
 
     layers: tuple[LayerSpec, ...]
     vision_weights: int = 0
-    draft_weights: int = 0
+    head: HeadSpec | None = None
     norm: Norm = Norm()
     """the last one"""
     ends_normed: bool = False
@@ -251,11 +252,23 @@ def alike(mixers: Sequence[Mixer], blocks: Sequence[FeedForward], norms: Norms, 
     return Described(layers, norm=norms.norm, **of_model)
 
 
-def mtp_weights(layer: LayerSpec) -> int:
-    """Return the parameters of one layer for further tokens (DeepSeek V3, arXiv 2412.19437), which joins a hidden state
-    and an embedding; without embedding and head, which are the model's own."""
-    hidden = layer.mixer.hidden_size
-    return layer.weights + 2 * hidden**2 + 3 * hidden
+def head(c: Fields, layer: LayerSpec, paths: Mapping[str, str], **changes: Any) -> HeadSpec:
+    """Return a head that a model's own checkpoint holds, one layer of which guesses further tokens (DeepSeek V3, arXiv
+    2412.19437). `paths`: its parts -> their names in the checkpoint."""
+    norms = {"input_norm": layer.norms.norm, "last_norm": layer.norms.norm} | changes
+    positions = c.integer("max_position_embeddings", 2048)
+    return HeadSpec(layer, positions, paths=tuple(paths.items()), in_model=True, **norms)
+
+
+def head_behind(c: Fields, layer: LayerSpec) -> HeadSpec | None:
+    """Return the head of checkpoints in DeepSeek's form: the first of the layers behind the model's own; None: there
+    is none."""
+    if not c.integer("num_nextn_predict_layers", 0, 0):
+        return None
+    of = f"model.layers.{num_layers(c)}"
+    parts = {"embed_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm"}
+    paths = {part: f"{of}.{name}" for part, name in parts.items()} | {"layer": of}
+    return head(c, layer, paths, shared=(f"{of}.embed_tokens.", f"{of}.shared_head.head."))
 
 
 def gpt_oss(c: Fields) -> Described:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import ExpertNames, Experts
+from headrace.model_spec import ExpertNames, Experts, LayerSpec
 from headrace.models.dense_families import (
     AFTER_TURNING,
     BEHIND,
@@ -31,6 +31,8 @@ from headrace.models.descriptions import (
     dense,
     encoder,
     experts,
+    head,
+    head_behind,
     layer_types,
     rms_norm,
     rotated_layers,
@@ -106,9 +108,9 @@ def glm4_moe(c: Fields, share: float = 0.5, dense_layers: int = 1) -> Described:
     qk_norm: Literal["head", "none"] = "head" if c.flag("use_qk_norm") else "none"
     rope, bias = read_rope(c, share=share), c.flag("attention_bias")
     mixer = attention(c, rope=rope, qk_norm=qk_norm, qkv_bias=bias, norm=norm)
-    routed, sparse = sigmoid_experts(c), behind_dense(c, dense_layers)
+    routed, sparse, norms = sigmoid_experts(c), behind_dense(c, dense_layers), Norms(norm=norm)
     blocks = [routed if one else dense(c) for one in sparse]
-    return alike([mixer] * len(blocks), blocks, Norms(norm=norm))
+    return alike([mixer] * len(blocks), blocks, norms, head=head_behind(c, LayerSpec(mixer, routed, norms)))
 
 
 def minimax_m2(c: Fields) -> Described:
@@ -182,6 +184,13 @@ def dots1(c: Fields) -> Described:
     return alike(mixers, [routed if sparse else plain for sparse in behind_dense(c, 0)], Norms(norm=norm))
 
 
+ERNIE_HEAD = {
+    "embed_norm": "model.mtp_emb_norm.0", "hidden_norm": "model.mtp_hidden_norm.0", "fc": "model.mtp_linear_proj.0",
+    "layer": "model.mtp_block.0",
+}  # fmt: skip
+"""Names of the parts of ERNIE's head for further tokens, which has no last norm"""
+
+
 def ernie_moe(c: Fields) -> Described:
     """Describe ERNIE 4.5 with experts, which are chosen by a softmax and biases, in layers `moe_layer_start_index` to
     `moe_layer_end_index`."""
@@ -200,7 +209,9 @@ def ernie_moe(c: Fields) -> Described:
     last = c.integer("moe_layer_end_index", -1, minimum=-1)
     last = count - 1 if last == -1 else last
     blocks = [routed if first <= i <= last and (i + 1) % every == 0 else plain for i in range(count)]
-    return alike([mixer] * count, blocks, Norms(norm=norm))
+    norms, own = Norms(norm=norm), c.integer("num_nextn_predict_layers", 0, 0)
+    guesses = head(c, LayerSpec(mixer, plain, norms), ERNIE_HEAD, last_norm=None) if own else None
+    return alike([mixer] * count, blocks, norms, head=guesses)
 
 
 def exaone_moe(c: Fields) -> Described:

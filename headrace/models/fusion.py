@@ -82,11 +82,12 @@ class Norm:
         return maker if isinstance(maker, RowParallelLinear | SparseMoE | RMSNorm) else None
 
 
-def fuse(model: Any, num_layers: int, device: torch.device, embeds: bool = True) -> str:
+def fuse(model: Any, num_layers: int, device: torch.device, embeds: bool = True, reads_hidden: bool = False) -> str:
     """Tell each layer of `model`, which has weights and is not finalized, what else it is to compute. Return the line
-    for the log. `embeds`: False for a pipeline stage that hidden states come into."""
+    for the log. `embeds`: False for a pipeline stage that hidden states come into; `reads_hidden`: hidden states of
+    another model come into it beside tokens."""
     try:
-        norms = record(model, num_layers, device, embeds)
+        norms = record(model, num_layers, device, embeds, reads_hidden)
     except Exception as error:  # a family's own code may do with a placeholder what only a tensor can
         why = f"{type(error).__name__}: {error}"
         return f"No norm is fused: a run of {type(model).__name__} cannot be recorded ({why})."
@@ -113,12 +114,16 @@ def fuse(model: Any, num_layers: int, device: torch.device, embeds: bool = True)
     )
 
 
-def record(model: Any, num_layers: int, device: torch.device, embeds: bool = True) -> list[Norm]:
+def record(
+    model: Any, num_layers: int, device: torch.device, embeds: bool = True, reads_hidden: bool = False
+) -> list[Norm]:
     """Run the model over one token and return its norms in order."""
     norms: list[Norm] = []
     token = torch.zeros(1, dtype=torch.int64, device=device)
+    more = (Placeholder(None),) if reads_hidden else ()
     with _recording(model, norms):
-        model(token if embeds else Placeholder(None), token, SimpleNamespace(cut=None), [None] * num_layers)
+        step = SimpleNamespace(cut=None, tapped=Placeholder(None))
+        model(token if embeds else Placeholder(None), token, step, [None] * num_layers, *more)
     return norms
 
 

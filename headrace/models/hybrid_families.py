@@ -11,8 +11,8 @@ from headrace.models.descriptions import (
     alike,
     all_dense,
     attention,
+    head,
     layer_types,
-    mtp_weights,
     rms_norm,
 )
 from headrace.models.ropes import read_rope
@@ -21,6 +21,11 @@ NET = "linear_attn"
 """name of a gated delta-net in a layer"""
 KINDS = ("full_attention", "linear_attention")
 """of layers"""
+HEAD = {
+    "embed_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc",
+    "layer": "mtp.layers.0", "norm": "mtp.norm",
+}  # fmt: skip
+"""Names of the parts of a head for further tokens"""
 SHARE = 0.25
 """the part of a head that is rotated, unless config.json says another"""
 
@@ -65,5 +70,6 @@ def qwen_hybrid(c: Fields, by_key_head: bool, feed_forwards: FeedForwards = all_
     )
     state = gated_delta_net(c, norm, by_key_head)
     mixers, blocks = [state if kind == "linear_attention" else full for kind in kinds], feed_forwards(c, False)
-    drafts = c.integer("mtp_num_hidden_layers", int(by_key_head), 0) * mtp_weights(LayerSpec(full, blocks[-1]))
-    return alike(mixers, blocks, Norms(norm=norm), draft_weights=drafts)
+    norms, own = Norms(norm=norm), c.integer("mtp_num_hidden_layers", int(by_key_head), 0)
+    guesses = head(c, LayerSpec(full, blocks[-1], norms), HEAD, hands_on_normed=True) if own else None
+    return alike(mixers, blocks, norms, head=guesses)

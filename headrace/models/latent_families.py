@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, num_layers
 from headrace.model_spec import Experts, LatentAttention, LayerSpec
-from headrace.models.descriptions import Described, alike, dense, encoder, mtp_weights, rms_norm
+from headrace.models.descriptions import Described, alike, dense, encoder, head_behind, rms_norm
 from headrace.models.encoders import kimi_vision
 from headrace.models.expert_families import (
     behind_dense,
@@ -59,13 +59,12 @@ def _described(
     c: Fields, routed: Experts, sparse: list[bool], mixers: list[LatentAttention] | None = None
 ) -> Described:
     """Return a model whose layers have dense feed-forwards where they are not sparse; `mixers` None: all layers attend
-    alike, to all keys. Its layers for further tokens count as drafts."""
+    alike, to all keys."""
     hidden, plain, norms = c.integer("hidden_size"), dense(c), Norms(norm=rms_norm(c))
     mixers = [latent_attention(c)] * len(sparse) if mixers is None else mixers
-    drafts = c.integer("num_nextn_predict_layers", 0, 0) * mtp_weights(LayerSpec(mixers[0], routed))
     blocks = [routed if one else plain for one in sparse]
     vision = encoder(c, kimi_vision, hidden)
-    return alike(mixers, blocks, norms, vision_weights=vision, draft_weights=drafts)
+    return alike(mixers, blocks, norms, vision_weights=vision, head=head_behind(c, LayerSpec(mixers[0], routed, norms)))
 
 
 def _indexed(c: Fields, interleaved: bool) -> list[LatentAttention]:

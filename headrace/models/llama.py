@@ -64,6 +64,12 @@ class LlamaDecoderLayer(Layer):
         """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
         adds to the residual. None: hidden is the sum."""
         x, residual = getattr(self, self.before_mixer)(hidden, residual)
+        return self.mixed(x, residual, angles, metadata, kv_cache)
+
+    def mixed(
+        self, x: Any, residual: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
+    ) -> tuple[Any, Tensor | None]:
+        """Return what `forward` does, given x, what the mixer reads."""
         hidden = getattr(self, self.mixer)(x, angles, metadata, kv_cache)
         if self.after_mixer:
             hidden, _ = getattr(self, self.after_mixer)(hidden)
@@ -103,6 +109,8 @@ class LlamaModel(Layer):
         self.norm: Layer = Sum()
         if spec.has_end and not spec.ends_normed:
             self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
+        self.taps = spec.taps
+        """layers whose inputs go to `AttentionMetadata.tapped`; their number: the last one's output"""
 
     def forward(
         self, inputs: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
@@ -114,9 +122,24 @@ class LlamaModel(Layer):
         else:
             hidden = self.embed_tokens(inputs) if self.embeds else inputs
         angles = [*(rotary(positions) for rotary in self.rotaries), NO_ANGLES]
-        for layer, turned_by, kv_cache in zip(self.layers, self.turned_by, kv_caches, strict=True):
+        for index, (layer, turned_by, kv_cache) in enumerate(zip(self.layers, self.turned_by, kv_caches, strict=True)):
+            if index in self.taps:
+                self._tap(index, hidden, residual, metadata.tapped)
             hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache)
+        if len(self.layers) in self.taps:
+            self._tap(len(self.layers), hidden, residual, metadata.tapped)
         return self.norm(hidden, residual)[0]
+
+    def _tap(self, index: int, hidden: Tensor, residual: Any, tapped: Tensor | None) -> None:
+        """Write the sum that the layer `index` reads to its places of `tapped` # [num_tokens, taps * hidden_size]."""
+        if tapped is None:
+            return
+        places = tapped.view(tapped.shape[0], len(self.taps), -1)
+        for place, tap in enumerate(self.taps):
+            if tap == index and residual is None:
+                places[:, place].copy_(hidden)
+            elif tap == index:
+                torch.add(hidden, residual, out=places[:, place])
 
 
 class LlamaForCausalLM(Layer):

@@ -33,6 +33,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig
+from headrace.model_spec import HeadSpec
 from headrace.models.checkpoint import (
     OF_CACHES,
     StoredTensor,
@@ -45,6 +46,7 @@ from headrace.models.checkpoint import (
 )
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
+from headrace.models.heads import DraftHead
 from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import LLAMA, describe, resolve
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
@@ -68,9 +70,9 @@ POOLED = ("headrace.models.pooled", "PooledModel")
 """Module and class of all models that pool"""
 
 
-def build_model(config: ModelConfig, context: LayerContext) -> Any:
-    """Build the model without memory for its weights. Raises UnsupportedModelError, or ConfigError where the ranks do
-    not divide it."""
+def build_model(config: ModelConfig, context: LayerContext, taps: tuple[int, ...] = ()) -> Any:
+    """Build the model without memory for its weights. `taps`: layers whose inputs it is to keep (ModelSpec's). Raises
+    UnsupportedModelError, or ConfigError where the ranks do not divide it."""
     entry = resolve(config)
     module, name = entry.module, entry.class_name
     if config.pooling is not None:
@@ -83,7 +85,10 @@ def build_model(config: ModelConfig, context: LayerContext) -> Any:
             f"pipeline_parallel_size must be 1 for {config.architecture}, got {len(context.stage.partition)}: "
             f"{name} in {module} does not say `in_stages`"
         )
-    return model_class(config, context.stage.of(entry.spec(config.fields)), context)
+    model = model_class(config, context.stage.of(replace(entry.spec(config.fields), taps=taps)), context)
+    if taps and getattr(getattr(model, "model", None), "taps", ()) != taps:
+        raise ConfigError(f"{entry.architecture} keeps no inputs of its layers, which method eagle3 needs")
+    return model
 
 
 def load_model(
@@ -93,6 +98,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str | None = None,
+    taps: tuple[int, ...] = (),
 ) -> Any:
     """Return the model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
 
@@ -100,13 +106,50 @@ def load_model(
     `load_format` dummy the weights are random, and the same whole model whatever the number of ranks. Raises
     CheckpointError naming the file or tensor, UnsupportedModelError, ConfigError.
     """
+    model = build_model(config, context, taps)
+    return _loaded(model, None, folder, config, context, load_format, seed, quantization)
+
+
+def load_head(
+    folder: Path,
+    config: ModelConfig,
+    head: HeadSpec,
+    model: Any,
+    vocab_size: int,
+    context: LayerContext,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantization: str | None = None,
+) -> Any:
+    """Return a head of the loaded `model`, which knows `vocab_size` tokens, from the `folder` and `config` of its
+    checkpoint, as `load_model` returns a model."""
+    biased = False
+    if load_format != "dummy":
+        headers, _ = _text_headers(config, head=head)
+        bias = f"{head.path('fc')}.bias"
+        biased = any(stored.name == bias for file in checkpoint_files(folder) for stored in headers(file))
+    made = DraftHead(head, model, vocab_size, context, biased)
+    return _loaded(made, head, folder, config, context, load_format, seed, quantization)
+
+
+def _loaded(
+    model: Any,
+    head: HeadSpec | None,
+    folder: Path,
+    config: ModelConfig,
+    context: LayerContext,
+    load_format: str,
+    seed: int,
+    quantization: str | None,
+) -> Any:
+    """Return `model`, which may be a head, with its weights."""
+    path_of = (lambda path: path) if head is None else head.path
     with torch.no_grad():
-        model = build_model(config, context)
-        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
+        layers = [(path_of(path), module) for path, module in model.named_modules() if isinstance(module, Layer)]
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        headers, others = _text_headers(config, context.stage)
+        headers, others = _text_headers(config, context.stage, head)
         if load_format != "dummy":
             _read_as_stored(folder, layers, headers)
         tensors_of = _headers(layers, headers)
@@ -125,7 +168,8 @@ def load_model(
             model.notes += _leave_scales_of_other_caches(config, layers)
             model.notes += [f"Skipped: {count} tensors {of}." for of, count in others.items()]
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
-        model.notes.append(fuse(model, len(context.specs), context.device, context.stage.is_first))
+        embeds, reads_hidden = context.stage.is_first, head is not None
+        model.notes.append(fuse(model, len(context.specs), context.device, embeds, reads_hidden))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
             with _named(path):
@@ -172,15 +216,19 @@ def _fill_dense_layers(slots: dict[str, Slot], folder: Path, config: ModelConfig
         fill_from_checkpoint(own, folder / layer.folder, tensors_of=read)
 
 
-def _text_headers(config: ModelConfig, stage: Stage = WHOLE) -> tuple[Headers, Counter[str]]:
-    """Return what gives the tensors of a file's header that are of text and of `stage`, and a count of those that are
-    not of text, which it fills."""
-    others, names = Counter[str](), describe(config).names
+def _text_headers(
+    config: ModelConfig, stage: Stage = WHOLE, head: HeadSpec | None = None
+) -> tuple[Headers, Counter[str]]:
+    """Return what gives the tensors of a file's header that are of text and of `stage`, or of a `head`, and a count of
+    those that are not, which it fills."""
+    others, names = Counter[str](), describe(config).names if head is None else head.names
 
     @functools.cache
     def read(file: Path) -> list[StoredTensor]:
-        kept, found = text_tensors(stored_tensors(file), config, names)
+        kept, found = text_tensors(stored_tensors(file), config, names, head)
         others.update(found)
+        if head is not None:
+            return kept
         return [one for one in kept if stage.holds(one.name, config.tie_word_embeddings)]
 
     return read, others

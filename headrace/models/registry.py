@@ -106,8 +106,8 @@ class ModelEntry:
 
 
 OF_MODEL = (
-    "vision_weights", "draft_weights", "norm", "ends_normed", "text_embedding", "embedding_scale",
-    "rounds_embedding_scale", "logit_scale", "logit_cap", "names",
+    "vision_weights", "head", "norm", "ends_normed", "text_embedding", "embedding_scale", "rounds_embedding_scale",
+    "logit_scale", "logit_cap", "names",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -162,6 +162,7 @@ MODELS = (
     ModelEntry("MistralForCausalLM", MISTRAL, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2ForCausalLM", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen3ForCausalLM", QWEN3, *LLAMA, (KV_HEADS, "head_dim")),
+    ModelEntry("MiMoForCausalLM", partial(families.with_mimo_head, QWEN2), *LLAMA, (KV_HEADS,)),
     _llama(
         "MixtralForCausalLM", KV_HEADS, "num_local_experts", PER_TOKEN, windows=descriptions.raw_window,
         feed_forwards=descriptions.mixtral_experts, **PLAIN_BIASES,

@@ -181,6 +181,8 @@ def _map_of_stage(
         if not stage.is_only:
             of_stage = replace(stage, partition=(*stage.partition[:-1], stage.partition[-1] + len(layers)))
         weights["draft"] = sum(_weights(draft, draft.shape.spec, False).values())
+        if (head := draft.shape.spec.head) is not None and not draft.shape.spec.has_embedding:
+            weights["draft"] += math.ceil((head.weights - head.layer.weights) * draft.shape.plain_bytes)
     kv_dtype_bytes = math.ceil(deployment.kv_dtype_bytes)
     layout = cache_layout(cached, parallel.tp, kv_dtype_bytes, block_size, of_stage)
     places = longest + most_drafts

@@ -9,13 +9,14 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
+from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft, read_draft_config
 from headrace.models.registry import describe
 from headrace.planner.catalogue import find_model
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, shape_of
-from headrace.speculation import DRAFT_MODEL, NGRAM, SERVED, Speculation
+from headrace.speculation import DRAFT_MODEL, NGRAM, Speculation
 
 FIELD = "speculative_config"
 
@@ -28,8 +29,6 @@ def decide_speculation(
     given, speculation = config.speculative_config, config.speculation
     if speculation is None:
         return {}, []
-    if speculation.method not in SERVED:
-        raise ConfigError(_gap(speculation.method))
     if any(layer.mixer.kind == "state" for layer in describe(model).layers):
         raise ConfigError(
             f"speculative_config is not served with {model.architecture}: the recurrent state of its layers cannot "
@@ -49,8 +48,12 @@ def draft_shape(speculation: Speculation | None, model: ModelConfig, dtype: str)
     if speculation is None or spec is None:
         return None
     config = read_draft_config(speculation)
-    if config is None:  # a part of the model
-        return replace(shape_of(model.raw, speculation.method).held_in(dtype), spec=spec)
+    if isinstance(spec, HeadSpec):  # embedding and head are the model's
+        shape = shape_of(model.raw, speculation.method).held_in(dtype)
+        return replace(
+            shape, spec=replace(shape.spec, layers=spec.layers, head=spec, has_embedding=False, has_end=False)
+        )
+    assert config is not None
     shape = shape_of(config.raw, speculation.model)
     wanted = PlanRequest(model=speculation.model, quantization=speculation.quantization)
     return shape.converted(wanted.weight_format(shape.weight_format)).held_in(dtype)
@@ -74,13 +77,7 @@ def plan_draft(given: dict[str, Any], model: ModelShape, dtype: str) -> tuple[Sp
 def speculation_gaps(given: dict[str, Any]) -> list[str]:
     """Return why a `speculative_config` is not served; empty: it is."""
     try:
-        speculation = Speculation.of(given)
+        Speculation.of(given)
     except ConfigError as error:
         return [str(error)]
-    if speculation is None or speculation.method in SERVED:
-        return []
-    return [_gap(speculation.method)]
-
-
-def _gap(method: str) -> str:
-    return f"speculative_config.method {method!r} is not served yet; accepted: {', '.join(SERVED)}"
+    return []

@@ -392,7 +392,7 @@ def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
     step any request may have any length and be a prompt, so none counts as a decode; a lone prompt is at most as long
     as its step."""
     if shape.decode:
-        return replace(batch, max_seq_len=max_model_len)
+        return replace(batch, max_seq_len=max_model_len, max_prompt_len=max_model_len, prompt_keys=0)
     longest, most = shape.num_tokens if shape.alone else max_model_len, max(2, shape.num_tokens)
     batch = replace(batch, prompt_keys=longest if shape.alone else 0)
     return replace(

@@ -37,14 +37,15 @@ class Guesses:
         count, device = step.num_guesses, batch.rows.device
         for new in step.new_rows:
             self._lags[new.row] = 0
-        if self._longest.num_layers:
+        reads = self._tables.hidden is not None  # those of each step, also where nothing is guessed
+        if self._longest.num_layers and not reads:
             rows = np.array(step.rows)[np.array(step.samples)]
             if not count:
                 self._lags[rows] += 1
             elif (lags := self._lags[rows]).any():
                 self._longest.catch_up(self._tables, rows[lags > 0], lags[lags > 0])
                 self._lags[rows] = 0
-        if not count or not batch.num_samples:
+        if not reads and not (count and batch.num_samples):
             return
         if self._captures is not None and shape is not None and shape.decode:
             self._graphs_of(count).run(shape._replace(kind=DRAFTING), batch)

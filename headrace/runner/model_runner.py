@@ -167,9 +167,17 @@ class ModelRunner:
         if self.drafter is not None and self.state.num_known is not None:
             self.tables = Tables(
                 self.state.token_table, self.state.num_known, self.state.sampling, self.state.block_tables,
-                tuple(sizes), self.cache.of_drafter, limits.max_model_len,
+                tuple(sizes), self.cache.of_drafter, limits.max_model_len, self._hidden_states(),
             )  # fmt: skip
             self.guesses = Guesses(self.drafter, self.tables)
+
+    def _hidden_states(self) -> Tensor | None:
+        """Return memory for what the drafter reads of the model's hidden states, of the largest step."""
+        limits, settings = self.limits, self.graph_settings
+        assert self.drafter is not None
+        decodes = (limits.max_num_seqs + 1) * (1 + self.num_drafts)
+        tokens = max(limits.max_num_batched_tokens, decodes, 0 if settings is None else settings.most_tokens)
+        return self.drafter.hidden_states(tokens, self.device)
 
     def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
@@ -268,10 +276,17 @@ class ModelRunner:
         input_ids, positions, _ = gathered[0]
         metadata = self.metadata(batch, positions, tuple(slots for *_, slots in gathered))
         metadata.cut = cut
-        if self.drafter is not None and (cut is not None or not batch.decode_only):
-            self.drafter.fill(input_ids, metadata, self.tables)
         inputs = input_ids if self._received is None else self._received[: batch.num_tokens]
-        return self.model(inputs, positions, metadata, self.cache.of_model), metadata
+        if self.drafter is None:
+            return self.model(inputs, positions, metadata, self.cache.of_model), metadata
+        if cut is not None or not batch.decode_only:
+            self.drafter.fill(input_ids, metadata, self.tables)
+        kept = None if self.tables.hidden is None else self.tables.hidden[: batch.num_tokens]
+        metadata.tapped = kept if self.drafter.taps else None
+        hidden = self.model(inputs, positions, metadata, self.cache.of_model)
+        if kept is not None and not self.drafter.taps:
+            kept.copy_(hidden)
+        return hidden, metadata
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Return what attention needs to know of the step."""

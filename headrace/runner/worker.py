@@ -27,6 +27,7 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import Rotary
 from headrace.model_config import ModelConfig
+from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.registry import attention_specs, describe
@@ -148,10 +149,11 @@ class Worker:
         )  # fmt: skip
         own = len(specs) - len(behind)
         self.model = load_model(
-            self.folder, model_config, context.layers(0, own), config.load_format, config.seed, config.quantization
-        )
+            self.folder, model_config, context.layers(0, own), config.load_format, config.seed, config.quantization,
+            draft.taps if isinstance(draft, HeadSpec) else (),
+        )  # fmt: skip
         self.draft_context = context.layers(own)
-        self.draft = load_draft(config, self.draft_context)
+        self.draft = load_draft(config, draft, self.draft_context, self.model, model_config, self.folder)
         self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)

@@ -15,6 +15,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
 from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Tables, rows_of
+from headrace.spec_decode.passes import Passes, within
 
 CATCH_UP_TOKENS = 1024
 """Most tokens that are computed at once of those that steps without guesses have left out."""
@@ -22,24 +23,25 @@ LONGEST = 1 << 40
 
 
 class ModelDrafter:
-    """Draws each guess as the model draws tokens: with the temperature and the random numbers of the request, which are
-    a function of seed, position and token. So both choose the same token as often as their distributions allow.
+    """Lets a model guess, which has computed all known tokens of a row but the last two. The one before the last was a
+    guess, which it has written and not read, if all guesses were right."""
 
-    The smaller model has computed all known tokens of a row but the last two. The one before the last was a guess,
-    which it has written and not read, if all guesses were right.
-    """
+    taps = False
 
     def __init__(
         self, model: Any, specs: tuple[AttentionSpec | None, ...], num_drafts: int, longest: int, kernels: KernelTable
     ) -> None:
         """`model`: a CausalModel of the runner, whose layers have the attention `specs`. `longest`: the positions that
         it knows."""
-        self.model, self.num_drafts, self.longest, self.kernels = model, num_drafts, longest, kernels
+        self.model, self.num_drafts, self.longest = model, num_drafts, longest
         self.num_layers = len(specs)
-        self._groups = sorted({spec.group for spec in specs if spec is not None})
+        self.passes = Passes.of(kernels, specs)
         windows = [0 if spec.chunked else spec.sliding_window for spec in specs if spec and spec.sliding_window]
         self._most_lag = max(0, min(windows, default=LONGEST) - 4 - 2 * num_drafts)
         """blocks of tokens behind a window, or of the chunk before, may be others' by now"""
+
+    def hidden_states(self, num_tokens: int, device: torch.device) -> None:
+        """Return None: it computes its own."""
 
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         positions = metadata.positions
@@ -56,23 +58,11 @@ class ModelDrafter:
         return guess
 
     def _next(self, tables: Tables, rows: Tensor, known: Tensor, count: int, longest: int) -> Tensor:
-        """Compute the last `count` of the `known` tokens of each row, and write and return the next # [R] int64.
-
-        A row that is too long, or too short to be a request's, is left alone: the last one of the tables takes its
-        place.
-        """
-        scratch, num_rows = tables.token_table.shape[0] - 1, rows.shape[0]
-        fits = (known >= count) & (known < min(tables.max_model_len, self.longest))
-        rows, known = torch.where(fits, rows, scratch), torch.where(fits, known, count)
-        starts = torch.arange(0, (num_rows + 1) * count, count, dtype=torch.int32, device=rows.device)
-        hidden = self._compute(tables, rows, known - count, known, starts, num_rows * count, count, longest)
-        logits = self.model.compute_logits(hidden[count - 1 :: count])
-        place, params = rows.long(), tables.sampling.gather(rows.long())
-        tokens: Tensor = self.kernels.gumbel_argmax(
-            logits, params.temperature.contiguous(), params.seed.contiguous(), known.long()
-        )
-        tables.token_table[place, known.long()] = tokens.int()
-        return tokens
+        """Compute the last `count` of the `known` tokens of each row, and write and return the next # [R] int64."""
+        rows, known = within(tables, rows, known, count, min(tables.max_model_len, self.longest))
+        input_ids, positions, metadata = self.passes.over_last(tables, rows, known, count, longest + self.num_drafts)
+        hidden = self.model(input_ids, positions, metadata, tables.caches)
+        return self.passes.draw(tables, rows, known, self.model.compute_logits(hidden[count - 1 :: count]))
 
     def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
         device, scratch = tables.token_table.device, tables.token_table.shape[0] - 1
@@ -85,36 +75,8 @@ class ModelDrafter:
             first = torch.where(fits, first, 0)
             starts = to_device(np.concatenate(([0], counts.cumsum())).astype(np.int32), device)
             most, num_tokens = int(counts.max()), int(counts.sum())
-            self._compute(tables, index, first, ends, starts, num_tokens, most, tables.max_model_len)
-
-    def _compute(
-        self, tables: Tables, rows: Tensor, first: Tensor, ends: Tensor, starts: Tensor, num_tokens: int, most: int,
-        longest: int,
-    ) -> Tensor:  # fmt: skip
-        """Compute the tokens of each row from position `first` up to `ends` [R] int32; return hidden states
-        # [num_tokens, hidden_size]. `starts` [R + 1] int32: where each row's tokens begin among them; `most`: of a row;
-        `longest`: an upper bound of known tokens."""
-        slots: list[Any] = [None] * len(tables.block_tables)
-        for group in self._groups:
-            input_ids, positions, slots[group] = self.kernels.prepare_batch(
-                rows, first, starts, tables.token_table, tables.block_tables[group], tables.block_sizes[group],
-                num_tokens,
-            )  # fmt: skip
-        metadata = AttentionMetadata(
-            rows=rows,
-            query_start_loc=starts,
-            seq_lens=ends,
-            positions=positions,
-            slot_mappings=tuple(slots),
-            block_tables=tables.block_tables,
-            num_reqs=len(rows),
-            num_tokens=num_tokens,
-            max_query_len=most,
-            max_seq_len=min(tables.max_model_len, longest + self.num_drafts),
-            num_decodes=len(rows) if most == 1 else 0,
-        )
-        hidden: Tensor = self.model(input_ids, positions, metadata, tables.caches)
-        return hidden
+            inputs = self.passes.over(tables, index, first, ends, starts, num_tokens, most, tables.max_model_len)
+            self.model(*inputs, tables.caches)
 
 
 def _pieces(

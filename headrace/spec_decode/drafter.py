@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.attention.batch import Batch
@@ -32,6 +33,9 @@ class Tables:
     caches: list[Tensor | None]
     """of the drafter's own layers"""
     max_model_len: int
+    hidden: Tensor | None = None
+    """[tokens of the largest step, numbers], what `hidden_states` returned: the model's hidden states of the last step.
+    Graphs' own memory would be gone when the next one is replayed"""
 
 
 class Drafter(Protocol):
@@ -45,6 +49,16 @@ class Drafter(Protocol):
         """Layers of its own, which have caches behind those of the model's layers."""
         ...
 
+    @property
+    def taps(self) -> bool:
+        """True if the model itself writes what some of its layers read to tables.hidden; else that gets the hidden
+        states after the last norm."""
+        ...
+
+    def hidden_states(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return memory for what it reads of the model's hidden states of so many tokens; None: it reads none."""
+        ...
+
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         """Take in the tokens of a step that has more than decodes, before the model does. It may be captured in a
         graph with the model."""
@@ -53,10 +67,11 @@ class Drafter(Protocol):
     def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> Tensor | None:
         """Write guesses to the `num_drafts` places of tables.token_table behind the tables.num_known tokens of each
         row that sampled: of the requests of `batch` with the numbers `sampled` [S] int64; None: of all. The last row
-        of the tables may occur several times. Return the last guesses # [S], if it has layers.
+        of the tables may occur several times. Return the last guesses # [S], if it has layers and any row sampled.
 
-        It is called after each step that samples. With layers it is captured in a graph for steps of decodes. It must
-        not run out of memory: the step would be computed again, though its tokens are known already."""
+        It is called after each step that samples, or after every step if it reads hidden states. With layers it is
+        captured in a graph for steps of decodes. It must not run out of memory: the step would be computed again,
+        though its tokens are known already."""
         ...
 
     def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.attention.batch import Batch
@@ -24,6 +25,10 @@ class NgramDrafter:
     """tokens that are compared"""
     propose_ngram: Callable[[Tensor, Tensor, Tensor, int, int, int, int], None]
     num_layers = 0
+    taps = False
+
+    def hidden_states(self, num_tokens: int, device: torch.device) -> None:
+        """Return None: the tokens are enough."""
 
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         """Do nothing: the tokens are in the row."""

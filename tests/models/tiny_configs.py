@@ -463,6 +463,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "Glm4MoeLiteForCausalLM": {
         "wide-values": LATENT | {"v_head_dim": 40, "mlp_layer_types": ["dense", "sparse", "dense"]},
     },
+    "MiMoForCausalLM": {"biased": ODD},
     "YoutuForCausalLM": {"dense": LATENT | {"tie_word_embeddings": True}},
     "Ernie4_5ForCausalLM": {"biased": ODD | {"head_dim": 24, "use_bias": True}},
     "CwmForCausalLM": {
@@ -548,6 +549,7 @@ REFERENCES = {
     "MistralLarge3ForCausalLM": "Mistral4ForCausalLM",
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
 }
 """architecture that transformers has not, or not under the names of its checkpoint -> one that computes the same"""
 KIMI_VISION = {"vt_num_hidden_layers": 1, "vt_hidden_size": 16, "vt_intermediate_size": 16, "mm_hidden_size": 16} | {
@@ -564,7 +566,7 @@ ALIKE = {
     "InternVLForConditionalGeneration", "OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
     "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM", "CwmForCausalLM",
     "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
-    "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM",
+    "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM", "MiMoForCausalLM",
 }  # fmt: skip
 """Families all of whose layers' parts others have too: what is the parts' own (two ranks) is tested of those, and of
 these in `make test-all`. A family that is not named here is tested in every way."""

@@ -23,6 +23,7 @@ from headrace.engine.messages import CoreFacts
 from headrace.graph_sizes import GraphSettings
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
+from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models import loader
 from headrace.models.registry import attention_specs, describe
 from headrace.request import EngineCoreRequest
@@ -35,6 +36,7 @@ from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.scheduler import Scheduler
 from headrace.spec_decode.draft_model import ModelDrafter
 from headrace.spec_decode.drafter import Drafter
+from headrace.spec_decode.head import HeadDrafter
 from headrace.step import Masks, SchedulerOutput, WorkerFacts
 from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice
@@ -71,13 +73,33 @@ MODELS = {
 DEMO = Path(headrace.__file__).parent / "demo_model"
 
 
+def a_head(spec: ModelSpec, taps: tuple[int, ...]) -> HeadSpec:
+    """A head like EAGLE-3's of a model, or without `taps` like EAGLE's."""
+    layer, norm = spec.layers[0], spec.norm
+    layer = replace(layer, norms=replace(layer.norms, before_mixer=""))
+    if not taps:
+        return HeadSpec(layer, spec.max_position_embeddings)
+    layer = replace(layer, mixer=replace(layer.mixer, input_size=2 * spec.hidden_size))
+    return HeadSpec(
+        layer, spec.max_position_embeddings, "in_attention", taps, vocab_size=40, input_norm=norm, last_norm=norm
+    )
+
+
 def make_runner(
-    name: str, mode: str, drafter: Drafter | None = None, own_drafts: int = 0, **sizes: object
+    name: str,
+    mode: str,
+    drafter: Drafter | None = None,
+    own_drafts: int = 0,
+    head_drafts: int = 0,
+    taps: tuple[int, ...] = (),
+    **sizes: object,
 ) -> ModelRunner:
-    """`own_drafts`: the model guesses so many tokens itself, by the same weights with another cache."""
+    """`own_drafts`: the model guesses so many tokens itself, by the same weights with another cache; `head_drafts`: so
+    many are guessed by a head of it that reads the inputs of its layers `taps`, or its hidden states."""
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
     spec = describe(model_config)
-    behind = spec.layers if own_drafts else ()
+    head = a_head(spec, taps)
+    behind = spec.layers if own_drafts else head.layers if head_drafts else ()
     specs = attention_specs(
         model_config, tp_size=1, block_size=BLOCK_SIZE, dtype="float32", device_type="cpu", behind=behind
     )
@@ -85,10 +107,13 @@ def make_runner(
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
     with mock.patch.object(loader, "DUMMY_RANGE", 0.5):  # of +-1e-3 all logits are alike
         load_format = "auto" if name == "demo" else "dummy"
-        model = loader.load_model(DEMO, model_config, context.layers(0, own), load_format)
+        model = loader.load_model(DEMO, model_config, context.layers(0, own), load_format, taps=taps)
         if own_drafts:
             draft = loader.load_model(DEMO, model_config, context.layers(own), load_format)
             drafter = ModelDrafter(draft, specs[own:], own_drafts, LIMITS.max_model_len, KERNELS)
+        elif head_drafts:
+            draft = loader.load_head(DEMO, model_config, head, model, spec.vocab_size, context.layers(own), load_format)
+            drafter = HeadDrafter(draft, specs[own:], head_drafts, torch.float32, KERNELS)
     layers = replace(spec, layers=(*spec.layers, *behind))
     shape = cache_shape(layers, specs, 1, BLOCK_SIZE, torch.float32, len(behind))
     settings = GraphSettings.of(

@@ -48,6 +48,10 @@ class ScriptedDrafter:
         self.kind, self.num_drafts, self.sequences = kind, num_drafts, sequences
         self.rng = random.Random(5)
         self.num_layers = 0
+        self.taps = False
+
+    def hidden_states(self, num_tokens: int, device: torch.device) -> None:
+        pass
 
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         pass
@@ -61,6 +65,10 @@ class ScriptedDrafter:
             is_right = {"right": 1.0, "random": 0.6, "wrong": 0.0}[self.kind]
             guesses = [token if self.rng.random() < is_right else (token + 1) % VOCAB for token in guesses]
             tables.token_table[row, known : known + self.num_drafts] = torch.tensor(guesses, dtype=torch.int32)
+
+
+TAPS: dict[str, tuple[int, ...]] = {"eagle": (), "eagle3": (1, 3, 2)}
+"""Kind of head -> the layers of the model whose inputs it reads; none: the last hidden states"""
 
 
 class Late:
@@ -95,6 +103,8 @@ def make_drafting(
     """`wavers`: the number of drafts changes all the time."""
     if kind == "own":
         runner = make_runner("llama", mode, own_drafts=num_drafts)
+    elif kind in TAPS:
+        runner = make_runner("llama", mode, head_drafts=num_drafts, taps=TAPS[kind])
     else:
         sequences = {r.seed: r.prompt_token_ids + answers[r.seed][0] for r in traffic()}
         runner = make_runner("llama", mode, drafter=ScriptedDrafter(kind, num_drafts, sequences))
@@ -128,6 +138,10 @@ def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
         ("own", 2, "NONE"),
         ("own", 3, "FULL"),
         ("own", 2, "FULL_AND_PIECEWISE"),
+        ("eagle", 2, "NONE"),
+        ("eagle", 2, "FULL_AND_PIECEWISE"),
+        ("eagle3", 3, "FULL"),
+        ("eagle3", 2, "PIECEWISE"),
     ],
 )
 def test_tokens_are_those_without_drafts(
