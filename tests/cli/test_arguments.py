@@ -231,7 +231,7 @@ def test_flags_of_vllm_become_ours_or_are_left_out(capsys: pytest.CaptureFixture
     guesses = {"method": "mtp", "num_speculative_tokens": 2}
     assert values == {
         "model": "m", "compilation_config": sizes, "pipeline_parallel_size": 1, "quantization": "awq",
-        "speculative_config": guesses,
+        "runner": "generate", "speculative_config": guesses,
     }  # fmt: skip
     notes = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
     assert notes == [

@@ -1,0 +1,289 @@
+"""Measures and proves layouts over several GPUs of one machine, part by part, none of which takes 9 minutes.
+
+    python bench/many_gpus.py --gpus 8 --json many.json        all parts that are not in many.json yet
+    python bench/many_gpus.py --gpus 2 --part equal,kill --json two.json
+    python bench/many_gpus.py --smoke                          two ranks on the CPU: proves that the code runs, no more
+
+Parts:
+
+    collectives       all-reduces and sends between stages by size, in microseconds: what the planner's links stand for
+    equal             tensor- and pipeline-parallel layouts give the tokens of one GPU under --batch-invariant
+    step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2
+    kill              ranks are killed every 90 s in mixed load: the error names the rank, no process is left, and the
+                      next start gives the right tokens
+
+Each part runs in a process of its own and is written to --json as soon as it ends, so that a run that is cut off goes
+on where it was; `--again` measures anew. Weights are random, prompts token ids. Exit code 1 if a part fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from h200_parts.models import LLAMA_8B, TOY
+
+from headrace.distributed.ranks import Ranks
+
+MOST_SECONDS = 530
+LAYOUTS = {
+    "tp1": (1, 1),
+    "tp2": (2, 1),
+    "pp2": (1, 2),
+    "tp4": (4, 1),
+    "tp2-pp2": (2, 2),
+    "tp8": (8, 1),
+    "tp4-pp2": (4, 2),
+}
+"""name -> (tensor_parallel_size, pipeline_parallel_size)"""
+TOKENS, HIDDEN = (1, 8, 32, 128, 512, 2048, 8192), 8192
+BATCHES = (1, 8, 32, 128)
+KILL_SECONDS, KILL_EVERY = 480.0, 90.0
+SEED = 0
+
+
+def parts_for(gpus: int) -> list[str]:
+    """Return the parts that so many GPUs can run, in order."""
+    steps = [f"step-{name}" for name, (tp, pp) in LAYOUTS.items() if tp * pp <= gpus]
+    return ["collectives", "equal", *steps, "kill"]
+
+
+def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
+    """Return an LLM of that layout with random weights."""
+    from headrace.llm import LLM
+
+    folder = Path(options.work) / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
+    (folder / "config.json").write_text(json.dumps(config | TOY if options.smoke else config))
+    tp, pp = LAYOUTS[layout]
+    limits = {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
+    return LLM(
+        str(folder), load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
+        pipeline_parallel_size=pp, max_model_len=128 if options.smoke else 4096,
+        device="cpu" if options.smoke else "cuda", **limits, **more,
+    )  # fmt: skip
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    draw = random.Random(SEED + count)
+    return [[draw.randrange(3, 500) for _ in range(length)] for _ in range(count)]
+
+
+def generate(llm: Any, count: int, length: int, output: int) -> tuple[list[list[int]], float]:
+    """Return the tokens of so many requests that come at once, and the seconds that they took."""
+    from headrace.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    began = time.perf_counter()
+    found = llm.generate(prompts(count, length), params, use_tqdm=False)
+    return [one.outputs[0].token_ids for one in found], time.perf_counter() - began
+
+
+def collectives(options: argparse.Namespace) -> dict[str, Any]:
+    """Time collectives between all GPUs: {"all_reduce": {tokens: us}, "send": {tokens: us}}."""
+    ranks = range(options.gpus)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.gpus) as pool:
+        command = [sys.executable, __file__, "--rank-of", f"{folder}/meet", "--gpus", str(options.gpus)]
+        command += ["--smoke"] if options.smoke else []
+        runs = pool.map(
+            lambda rank: subprocess.run([*command, "--rank", str(rank)], capture_output=True, text=True), ranks
+        )
+        done = list(runs)
+    for run in done:
+        if run.returncode:
+            raise RuntimeError(run.stderr[-2000:])
+    found: dict[str, Any] = json.loads(done[0].stdout.splitlines()[-1])
+    return found
+
+
+def time_collectives(options: argparse.Namespace) -> None:
+    """Be one rank of `collectives`, and print its times."""
+    import torch
+
+    from headrace.distributed.mesh import init_mesh
+
+    device = torch.device("cpu") if options.smoke else torch.device("cuda", options.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # as stages, whose group sums as well as any
+    mesh = init_mesh(options.rank, Ranks(pp=options.gpus), options.rank_of, device, timedelta(minutes=3))
+    found: dict[str, dict[int, float]] = {"all_reduce": {}, "send": {}}
+    repeats = 3 if options.smoke else 200
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def microseconds(call: Any) -> float:
+        times = []
+        for _ in range(3):
+            call()
+            wait()
+            began = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            wait()
+            times.append((time.perf_counter() - began) / repeats * 1e6)
+        return statistics.median(times)
+
+    for tokens in TOKENS[:2] if options.smoke else TOKENS:
+        x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        found["all_reduce"][tokens] = microseconds(lambda x=x: mesh.pp.all_reduce(x.zero_()))
+
+        def there_and_back(x: Any = x) -> None:
+            if options.rank == 0:
+                mesh.pp.send(x, 1)()
+                mesh.back.receive(x, 1)
+            elif options.rank == 1:
+                mesh.pp.receive(x, 0)
+                mesh.back.send(x, 0)()
+
+        found["send"][tokens] = microseconds(there_and_back) / 2
+    mesh.close()
+    print(json.dumps(found))
+
+
+def equal(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the tokens of all layouts with those of one GPU."""
+    count, length, output = (3, 9, 6) if options.smoke else (32, 200, 64)
+    expected: list[list[int]] = []
+    same: dict[str, bool] = {}
+    for layout, (tp, pp) in LAYOUTS.items():
+        if tp * pp > options.gpus:
+            continue
+        llm = engine(options, layout, batch_invariant=True, dtype="bfloat16")
+        tokens, _ = generate(llm, count, length, output)
+        llm.shutdown()
+        expected = expected or tokens
+        same[layout] = tokens == expected
+    if not all(same.values()):
+        raise RuntimeError(
+            f"layouts give other tokens than one GPU: {[name for name, is_same in same.items() if not is_same]}"
+        )
+    return {"same": same}
+
+
+def step(options: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """Measure a layout: start, decode steps in milliseconds by batch, output tokens/s of many requests."""
+    began = time.perf_counter()
+    llm = engine(options, layout)
+    found: dict[str, Any] = {"start_s": time.perf_counter() - began, "step_ms": {}}
+    output = 6 if options.smoke else 128
+    for batch in BATCHES[:2] if options.smoke else BATCHES:
+        generate(llm, batch, 16, output)
+        _, first = generate(llm, batch, 16, 2)
+        _, whole = generate(llm, batch, 16, output)
+        found["step_ms"][batch] = (whole - first) / (output - 2) * 1000
+    count, length, output = (8, 9, 6) if options.smoke else (500, 128, 512)
+    _, seconds = generate(llm, count, length, output)
+    found["output_tok_s"] = count * output / seconds
+    llm.shutdown()
+    return found
+
+
+def kill(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill a rank now and then; return how often, and the slowest end of a group in seconds."""
+    import psutil
+
+    from headrace.errors import EngineDeadError
+
+    layout = "pp2" if options.gpus < 4 else "tp2-pp2"
+    draw, count, output = random.Random(SEED), 6, 20 if options.smoke else 400
+    until = time.monotonic() + (0.0 if options.smoke else KILL_SECONDS)
+    expected: list[list[int]] = []
+    ends: list[float] = []
+    while True:
+        llm = engine(options, layout, batch_invariant=True)
+        tokens, _ = generate(llm, count, 9, 6)
+        expected = expected or tokens
+        if tokens != expected:
+            raise RuntimeError(f"a start after {len(ends)} kills gave other tokens")
+        children = psutil.Process().children(recursive=True)
+        ranks = [child for child in children if "headrace.executor.rank" in child.cmdline()]
+        victim = draw.choice(ranks)
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(lambda llm=llm: [generate(llm, count, 9, output) for _ in range(1000)])
+            time.sleep(draw.random() * (0.5 if options.smoke else KILL_EVERY / 2))
+            began = time.monotonic()
+            victim.kill()
+            try:
+                load.result()
+                raise RuntimeError("a rank was killed, and the load went on")
+            except EngineDeadError as error:
+                if "died (exit code -9)" not in str(error):
+                    raise RuntimeError(f"the error does not name the rank: {error}") from error
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        ends.append(time.monotonic() - began)
+        if alive:
+            raise RuntimeError(f"{len(alive)} ranks outlived a killed one by 5 s")
+        llm.shutdown()
+        if time.monotonic() > until:
+            return {"kills": len(ends), "slowest_end_s": max(ends)}
+
+
+def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    if part.startswith("step-"):
+        return step(options, part.removeprefix("step-"))
+    return {"collectives": collectives, "equal": equal, "kill": kill}[part](options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2, help="GPUs of this machine to use")
+    parser.add_argument("--part", help="parts, with commas between them; default: all")
+    parser.add_argument("--json", type=Path, help="results, which are read first: parts in it are left out")
+    parser.add_argument("--again", action="store_true", help="measure parts anew that are in --json")
+    parser.add_argument("--smoke", action="store_true", help="a toy model on the CPU")
+    for name in ("--only", "--work", "--rank-of"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        time_collectives(options)
+        return 0
+    if options.only:
+        print(json.dumps(run_part(options.only, options)))
+        return 0
+    known = options.json is not None and options.json.exists()
+    results: dict[str, Any] = json.loads(options.json.read_text()) if known else {}
+    failed = 0
+    for part in options.part.split(",") if options.part else parts_for(options.gpus):
+        if "error" not in results.get(part, {"error": ""}) and not options.again:
+            continue
+        results[part] = run_alone(part, options)
+        failed += "error" in results[part]
+        print(f"{part}: {json.dumps(results[part])}", flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1))
+    return int(failed > 0)
+
+
+def run_alone(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a part in a process of its own; return what it measured, with its seconds, or its error."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, __file__, "--only", part, "--work", work, "--gpus", str(options.gpus)]
+        command += ["--smoke"] if options.smoke else []
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"error": f"took longer than {MOST_SECONDS} s"}
+    if done.returncode:
+        return {"error": done.stderr.strip()[-2000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

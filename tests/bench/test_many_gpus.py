@@ -1,0 +1,52 @@
+"""The script of several GPUs: which parts there are, that a run goes on where it was, and a toy run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import many_gpus
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "many_gpus.py"
+
+
+def test_parts_are_those_that_the_gpus_can_run() -> None:
+    assert many_gpus.parts_for(2) == ["collectives", "equal", "step-tp1", "step-tp2", "step-pp2", "kill"]
+    assert {"step-tp8", "step-tp4-pp2"} <= {*many_gpus.parts_for(8)}
+
+
+def test_a_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Parts that failed are run again, others only if that is asked."""
+    results = tmp_path / "many.json"
+    results.write_text(json.dumps({"equal": {"error": "no"}, "kill": {"kills": 3}}))
+    ran: list[str] = []
+
+    def run_alone(part: str, options: Any) -> dict[str, Any]:
+        ran.append(part)
+        return {"error": "again"} if part == "step-pp2" else {"seconds": 1}
+
+    monkeypatch.setattr(many_gpus, "run_alone", run_alone)
+    command = ["many_gpus.py", "--part", "equal,step-pp2,kill", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert many_gpus.main() == 1
+    assert ran == ["equal", "step-pp2"]
+    assert json.loads(results.read_text())["equal"] == {"seconds": 1}
+    monkeypatch.setattr(sys, "argv", [*command, "--again"])
+    many_gpus.main()
+    assert ran[2:] == ["equal", "step-pp2", "kill"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_toy_run_on_the_cpu(tmp_path: Path) -> None:
+    results = tmp_path / "many.json"
+    done = subprocess.run([sys.executable, SCRIPT, "--smoke", "--json", results], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    found = json.loads(results.read_text())
+    assert list(found) == many_gpus.parts_for(2)
+    assert found["equal"]["same"] == {"tp1": True, "tp2": True, "pp2": True}
+    assert found["kill"]["kills"] == 1
