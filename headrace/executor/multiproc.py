@@ -38,6 +38,8 @@ POLL_MS = 200
 STALL_SECONDS = 30.0
 """How long no rank may move while a step is under way, or SLOWEST times as long as the slowest step so far took."""
 SLOWEST = 20
+ENDING_SECONDS = 1.0
+"""How long a process may take to end whose connections are closed."""
 
 
 class _Handle:
@@ -195,12 +197,19 @@ class MultiprocExecutor:
                 self._slowest = max(self._slowest, time.monotonic() - sent)
         elif isinstance(reply, Facts):
             self._answers.append(reply)
-        elif (dead := self._dead_rank(killed=True)) is not None:  # of which this rank has heard that nobody answers
-            raise self._fail(dead)
         else:
             other = EngineDeadError(f"rank {reply.rank} failed: {reply.error_class}: {reply.message}")
-            raise self._fail(rebuild(reply.error_class, reply.message, other))
+            error = rebuild(reply.error_class, reply.message, other)
+            raise self._fail(self._killed_rank() or error if error is other else error)
         return True
+
+    def _killed_rank(self) -> EngineDeadError | None:
+        """Return the error for a rank that a signal has ended, of which another has only heard that nobody answers;
+        None: there is none. The system closes connections a little before it tells that a process has ended."""
+        until = time.monotonic() + ENDING_SECONDS
+        while (dead := self._dead_rank(killed=True)) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return dead
 
     def _dead_rank(self, killed: bool = False) -> EngineDeadError | None:
         """Return the error for a rank whose process has ended, or of those `killed` by a signal; None: there is

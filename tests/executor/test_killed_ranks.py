@@ -40,8 +40,9 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     return started
 
 
-def signal_mid_step(llm: LLM, child: Child, number: int) -> str:
-    """Send a signal to a rank once steps are under way; return the error that ends the engine."""
+def signal_mid_step(llm: LLM, child: Child, number: int, stall: float = multiproc.STALL_SECONDS) -> str:
+    """Send a signal to a rank once steps are under way, and let it stall for so long; return the error that ends the
+    engine."""
     core = llm._core
     for name in ("a", "b", "c"):
         core.add_request(
@@ -51,8 +52,11 @@ def signal_mid_step(llm: LLM, child: Child, number: int) -> str:
         core.step()
     assert core.busy
     os.kill(child.process.pid, number)
-    with pytest.raises(EngineDeadError) as caught:
-        run_on(llm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc, "STALL_SECONDS", stall)
+        patch.setattr(multiproc, "SLOWEST", 3)
+        with pytest.raises(EngineDeadError) as caught:
+            run_on(llm)
     return str(caught.value)
 
 
@@ -78,12 +82,9 @@ def test_a_rank_killed_mid_step(children: list[Child], stage: int) -> None:
     llm.shutdown()
 
 
-def test_a_rank_that_hangs_is_noticed_and_named(children: list[Child], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the start after it works."""
-    monkeypatch.setattr(multiproc, "STALL_SECONDS", 1.0)
-    monkeypatch.setattr(multiproc, "SLOWEST", 3)
+def test_a_rank_that_hangs_is_noticed_and_named(children: list[Child]) -> None:
     llm = LLM("demo", **SETTINGS)
-    said = signal_mid_step(llm, children[1], signal.SIGSTOP)
+    said = signal_mid_step(llm, children[1], signal.SIGSTOP, stall=2.0)
     assert "no rank has moved for" in said
     assert "rank 1 has not moved since command" in said
     gone(children)
