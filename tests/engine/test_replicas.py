@@ -70,10 +70,16 @@ async def check_death(engine: AsyncEngine) -> None:
     for number in range(12):
         prompt = [SLOW_TOKEN, 10 + number]
         kind = "final" if number % 2 else "delta"
-        stream = generate(engine, prompt, params(max_tokens=30), f"d{number}", output_kind=kind)
+        stream = generate(engine, prompt, params(max_tokens=120), f"d{number}", output_kind=kind)
         tasks[number] = asyncio.create_task(collect(stream))
     victim = engine.replicas._all[1]
-    await eventually(lambda: any(request.taken for request in victim.outputs._requests.values()))
+
+    def streams_have_begun() -> bool:
+        held = list(victim.outputs._requests.values())
+        return bool(held) and all(request.taken or request.kind == "final" for request in held)
+
+    await eventually(lambda: all(len(each.outputs._requests) for each in engine.replicas._all))
+    await eventually(streams_have_begun)
     held = {int(name[1:]) for name in victim.outputs._requests}
     assert held
     os.kill(victim.client.pid, signal.SIGKILL)
@@ -85,7 +91,7 @@ async def check_death(engine: AsyncEngine) -> None:
             else:
                 outputs = await task
                 tokens = [token for each in outputs for token in each.outputs[0].token_ids]
-                assert tokens == [SLOW_TOKEN, 10 + number] * 15, "from the first token on, once each"
+                assert tokens == [SLOW_TOKEN, 10 + number] * 60, "from the first token on, once each"
     engine.check_health()
     await eventually(lambda: victim.error is None)
     assert shown(engine, "headrace:engine_restarts_total") == ["0.0", "1.0", "0.0"]
