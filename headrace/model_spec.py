@@ -629,6 +629,8 @@ class ModelSpec:
     """the factor is rounded to the model's type"""
     logit_scale: float = 1.0
     """factor of logits"""
+    head_bias: bool = False
+    """the head has a bias for each token"""
     logit_cap: float | None = None
     """logits x then become logit_cap * tanh(x / logit_cap)"""
     names: tuple[tuple[str, str], ...] = ()

@@ -100,12 +100,13 @@ class ParallelLMHead(Linear):
         tied_to: VocabParallelEmbedding | None = None,
         soft_cap: float | None = None,
         scale: float = 1.0,
+        bias: bool = False,
     ) -> None:
         """Build the head; `tied_to`: with that embedding's weights; logits are multiplied by `scale`, then held within
-        +-soft_cap."""
+        +-soft_cap. `bias`: each token has one, which only a head with weights of its own can have."""
         local, rows = vocab_share(vocab_size, group)
         part = Part(None, (vocab_size, hidden_size), rows, slice(0, hidden_size), 0)
-        super().__init__(LinearSpec(hidden_size, local, (part,), dtype))
+        super().__init__(LinearSpec(hidden_size, local, (part,), dtype, bias))
         self.vocab_size = vocab_size
         self.soft_cap, self.scale = soft_cap, scale
         self.all_gather = group.all_gather

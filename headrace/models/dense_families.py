@@ -209,12 +209,25 @@ def phi3(c: Fields) -> Described:
 
 def stablelm(c: Fields) -> Described:
     """Describe StableLM, with layer norms."""
-    for name in ("qk_layernorm", "use_parallel_residual"):
+    if c.flag("qk_layernorm"):
+        raise c.refusal("qk_layernorm", "false")
+    norm, count = layer_norm(c, bias=True), num_layers(c)
+    norms = PARALLEL if c.flag("use_parallel_residual") else USUAL
+    mixer = attention(c, rope=read_rope(c, share=0.25), qkv_bias=c.flag("use_qkv_bias"), norm=norm)
+    return alike([mixer] * count, [dense(c)] * count, replace(norms, norm=norm))
+
+
+def phi(c: Fields) -> Described:
+    """Describe Phi-1 and Phi-2: a layer norm for attention and feed-forward, half of each head rotated, and biases, of
+    the head too."""
+    for name in ("qk_layernorm", "tie_word_embeddings"):
         if c.flag(name):
             raise c.refusal(name, "false")
     norm, count = layer_norm(c, bias=True), num_layers(c)
-    mixer = attention(c, rope=read_rope(c, share=0.25), qkv_bias=c.flag("use_qkv_bias"), norm=norm)
-    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm))
+    mixer = attention(c, rope=read_rope(c, share=0.5), qkv_bias=True, o_bias=True, norm=norm)
+    block = dense(c, bias=True, gated=False, names=("fc1", "fc2"))
+    names = ((".self_attn.dense.", ".self_attn.o_proj."), ("final_layernorm.", "norm."))
+    return alike([mixer] * count, [block] * count, replace(PARALLEL, norm=norm), names=names, head_bias=True)
 
 
 def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool) -> Described:

@@ -42,6 +42,7 @@ class Described:
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
+    head_bias: bool = False
     logit_cap: float | None = None
     names: tuple[tuple[str, str], ...] = ()
     """(part of a tensor's name in published files, what it is here)"""

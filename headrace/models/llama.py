@@ -153,7 +153,7 @@ class LlamaForCausalLM(Layer):
         if spec.has_end:
             tied_to = self.model.embed_tokens if spec.tied_embeddings else None
             sizes = (spec.vocab_size, spec.hidden_size, context.mesh.tp, context.dtype)
-            self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale)
+            self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale, spec.head_bias)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]

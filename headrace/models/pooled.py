@@ -65,7 +65,7 @@ class PooledModel(Layer):
                 raise UnsupportedModelError(f"{spec.architecture} has no head whose logits could score a text")
             tied_to = self.model.embed_tokens if spec.tied_embeddings else None
             sizes = (spec.vocab_size, spec.hidden_size, context.mesh.tp, context.dtype)
-            self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale)
+            self.lm_head = ParallelLMHead(*sizes, tied_to, spec.logit_cap, spec.logit_scale, spec.head_bias)
 
     def _add(self, name: str, layer: nn.Module) -> None:
         self.add_module(name, layer)

@@ -34,8 +34,8 @@ REFUSED = {
         ": its feed-forward has an exact GELU, and reads another norm than attention beside it",
     ),
     **dict.fromkeys(
-        ("PhiForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM"),
-        ": its head has biases, for which there is no module here",
+        ("GPTJForCausalLM", "CodeGenForCausalLM"),
+        ": the fields of its config.json have names of their own, which nothing here reads",
     ),
     "PhimoeForCausalLM": ": its router, SparseMixer, weighs an expert against those with near scores alone, which no "
     "kernel here does",

@@ -107,7 +107,7 @@ class ModelEntry:
 
 OF_MODEL = (
     "vision_weights", "head", "norm", "ends_normed", "text_embedding", "embedding_scale", "rounds_embedding_scale",
-    "logit_scale", "logit_cap", "names",
+    "head_bias", "logit_scale", "logit_cap", "names",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -198,6 +198,7 @@ MODELS = (
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Glm4ForCausalLM", families.glm4, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("Phi3ForCausalLM", families.phi3, *LLAMA),
+    ModelEntry("PhiForCausalLM", families.phi, *LLAMA),
     ModelEntry("GraniteForCausalLM", scaled_families.granite, *LLAMA),
     ModelEntry("OlmoForCausalLM", families.olmo, *LLAMA),
     ModelEntry("Olmo2ForCausalLM", families.olmo2, *LLAMA),

@@ -241,7 +241,7 @@ def _weights(deployment: Deployment, spec: ModelSpec, speculates: bool) -> dict[
     if spec.has_embedding or (spec.has_end and tied):
         ends["embedding"] = rows * spec.hidden_size * plain
     if spec.has_end and not tied:
-        ends["head"] = math.ceil(head_bytes(shape, rows, form, deployment.holds_on))
+        ends["head"] = math.ceil(head_bytes(shape, rows, form, deployment.holds_on)) + spec.head_bias * rows * plain
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
     of_layer = {group.layer: sizes for group, sizes in zip(shape.groups, deployment.layer_bytes, strict=True)}
     for layer, count in spec.groups:

@@ -1,7 +1,8 @@
 """Every tensor of public checkpoints is taken, or skipped and counted: layouts.json holds the names and shapes of their
 index files, of which those of experts go up to sixteen.
 
-In a name, {0-3,7} stands for numbers and {a,b} for words. A shape may begin with a type; without one it is BF16.
+`total_size` is what the index file says of all tensors, where that is known. In a name, {0-3,7} stands for numbers and
+{a,b} for words. A shape may begin with a type; without one it is BF16.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def listed(choices: str) -> Iterator[str]:
         yield from map(str, range(int(numbers[1]), int(numbers[2]) + 1)) if numbers else (choice,)
 
 
-def write_headers(tensors: dict[str, list[Any]], folder: Path) -> int:
+def write_headers(tensors: dict[str, list[Any]], folder: Path) -> tuple[int, int]:
     """Write files of safetensors that hold nothing but their headers, and an index; return how many tensors there
-    are."""
+    are, and their bytes."""
     files: list[tuple[dict[str, Any], int]] = [({}, 0)]
     for pattern, shape in tensors.items():
         dtype, sizes = (shape[0], shape[1:]) if isinstance(shape[0], str) else ("BF16", shape)
@@ -65,14 +66,15 @@ def write_headers(tensors: dict[str, list[Any]], folder: Path) -> int:
             file.truncate(8 + len(encoded) + size)
         weight_map |= dict.fromkeys(header, path.name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return len(weight_map)
+    return len(weight_map), sum(size for _, size in files)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_tensor_is_taken_or_skipped(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     fields = layout["config"] if isinstance(layout["config"], dict) else catalogue()[layout["config"]].config
-    count = write_headers(layout["tensors"], tmp_path)
+    count, size = write_headers(layout["tensors"], tmp_path)
+    assert size == layout.get("total_size", size)
     defaults = SERVED[fields["architectures"][0]].defaults
     config = ModelConfig.from_dict({**fields, **layout.get("changes", {})}, defaults=defaults)
     context = make_context(config, dtype=torch.bfloat16)

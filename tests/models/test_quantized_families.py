@@ -62,6 +62,8 @@ def test_tokens_are_those_of_the_weights_that_codes_stand_for(architecture: str,
     plain |= {
         f"model.{one.name}": torch.full(one.shape, float(one.name.endswith("weight"))) for one in spec.norm_parameters
     }
+    if spec.head_bias:
+        plain["lm_head.bias"] = torch.randn(spec.vocab_size, generator=generator)
     packed = dict(plain)
     for number, layer in enumerate(spec.layers):
         for one in layer.parameters:

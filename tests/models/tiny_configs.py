@@ -312,7 +312,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "windows": ODD | {"sliding_window": 9, "sliding_window_pattern": 3, "num_key_value_heads": 1},
         "full": ODD | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     },
-    "StableLmForCausalLM": {"biased": ODD | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}},
+    "PhiForCausalLM": {"biased": ODD | {"num_key_value_heads": 1}},
+    "StableLmForCausalLM": {
+        "parallel": ODD | {"use_parallel_residual": True, "num_key_value_heads": 1},
+        "biased": ODD | {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    },
     "SeedOssForCausalLM": {"biased": ODD | {"head_dim": 24, "pad_token_id": 0}},
     "ArceeForCausalLM": {"biased": ODD | {"head_dim": 24, "attention_bias": True, "mlp_bias": True}},
     "NemotronForCausalLM": {"half-rotated": ODD | {"head_dim": 24, "num_key_value_heads": 1}},
