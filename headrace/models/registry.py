@@ -131,6 +131,8 @@ MISTRALS: dict[str, Describe] = {
 MISTRAL3 = text_parts.text_part_of({**MISTRALS, "mistral4": latent_families.mistral_large3})
 QWEN2: Describe = partial(descriptions.llama, windows=descriptions.upper_window, **QWEN2_BIASES)
 QWEN3: Describe = partial(descriptions.llama, windows=descriptions.upper_window, mlp_bias=False, qk_norm="head")
+OF_VICUNA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAVA: dict[str, Describe] = {"llama": descriptions.llama, "qwen2": QWEN2, **MISTRALS}
 INTERNVL: dict[str, Describe] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": descriptions.llama, **MISTRALS}
 TIED = {"tie_word_embeddings": True}
 HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
@@ -193,6 +195,10 @@ MODELS = (
     ModelEntry("Qwen2_5_VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen3VLForConditionalGeneration", text_parts.qwen3_vl, *LLAMA, (KV_HEADS, "head_dim")),
     ModelEntry("InternVLForConditionalGeneration", text_parts.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
+    ModelEntry("LlavaForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
+    ModelEntry("LlavaNextForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
+    ModelEntry("Glm4vForConditionalGeneration", families.glm4, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Glm4vMoeForConditionalGeneration", expert_families.glm4_moe, *LLAMA, (KV_HEADS,)),
     ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
     ModelEntry("Cohere2ForCausalLM", families.cohere2, *LLAMA, defaults=TIED),
     ModelEntry("GlmForCausalLM", families.glm, *LLAMA, (KV_HEADS, "head_dim")),

@@ -83,7 +83,11 @@ def windows(**changes: Any) -> tuple[int | None, ...]:
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 TEXT = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
-LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, "vision_config": {"hidden_size": 32}}
+LLAVA = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "text_config": TEXT,
+    "vision_config": {"hidden_size": 32},
+}
 IDEFICS = {"architectures": ["IdeficsForVisionText2Text"], **TEXT, "vision_config": {"depth": 32}}
 SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TEXT, "audio_config": {}}
 
@@ -92,7 +96,10 @@ SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TE
     ("raw", "said"),
     [
         (GPT2, "architecture 'GPT2LMHeadModel' is not served yet"),
-        (LLAVA, "architecture 'LlavaForConditionalGeneration' is a vision-language model, which is not served yet"),
+        (
+            LLAVA,
+            "architecture 'LlavaOnevisionForConditionalGeneration' is a vision-language model, which is not served yet",
+        ),
         (IDEFICS, "architecture 'IdeficsForVisionText2Text' is a vision-language model, which is not served yet"),
         (SPEECH, "architecture 'SpeechForConditionalGeneration' is a model of more than text, which is not served yet"),
     ],

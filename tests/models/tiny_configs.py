@@ -65,6 +65,10 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+CLIP = {**VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+GLM_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 16} | {
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "mrope_section": [2, 3, 3]}}
 """three positions, which are the same for text"""
@@ -363,6 +367,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"model_type": "qwen2"}
         | {"vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]}},
     },
+    "LlavaForConditionalGeneration": {
+        "llama": ODD | {"model_type": "llama", "num_key_value_heads": 1} | {"vision_config": CLIP},
+    },
+    "LlavaNextForConditionalGeneration": {
+        "mistral": ODD | {"model_type": "mistral", "sliding_window": None, "head_dim": 24} | {"vision_config": CLIP},
+    },
+    "Glm4vForConditionalGeneration": {
+        "text": ODD
+        | {"head_dim": 16, "pad_token_id": 0, "vision_config": GLM_VISION}
+        | {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    },
+    "Glm4vMoeForConditionalGeneration": {
+        "text": LATENT
+        | {"head_dim": 16, "num_key_value_heads": 1, "first_k_dense_replace": 1, "pad_token_id": 0}
+        | {"vision_config": GLM_VISION}
+        | {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    },
     "Glm4MoeForCausalLM": {
         "normed": LATENT | {"head_dim": 24, "num_key_value_heads": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
         "biased-groups": LATENT
@@ -568,7 +589,9 @@ ALIKE = {
     "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
     "InternVLForConditionalGeneration", "OlmoeForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-    "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM", "CwmForCausalLM",
+    "Ernie4_5ForCausalLM", "KimiK25ForConditionalGeneration", "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
+    "MistralLarge3ForCausalLM", "CwmForCausalLM",
     "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
     "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM", "MiMoForCausalLM",
 }  # fmt: skip
