@@ -85,10 +85,14 @@ def vaultgemma(c: Fields) -> Described:
 
 
 def gemma3(c: Fields) -> Described:
-    """Describe Gemma 3, with a window in five layers of six, which rotate by another base, and QK norm."""
+    """Describe Gemma 3, with a window in five layers of six, which rotate by another base, and QK norm. EmbeddingGemma
+    (arXiv 2509.20354) is one whose tokens see later ones too, within half a window on either side."""
     local = c.number("rope_local_base_freq", 10000.0, above=1)
     pattern = c.integer("sliding_window_pattern", 6)
-    return _gemma(c, pattern, lambda kind: rope_of_type(c, kind, 1e6, local), qk_norm="head")
+    both_ways = c.flag("use_bidirectional_attention")
+    if both_ways:
+        c = c.changed({"sliding_window": c.integer("sliding_window", 4096) // 2 + 1})  # the token itself included
+    return _gemma(c, pattern, lambda kind: rope_of_type(c, kind, 1e6, local), qk_norm="head", causal=not both_ways)
 
 
 def _gemma(
@@ -99,8 +103,6 @@ def _gemma(
     logit_cap: float | None = None,
     **changes: Any,
 ) -> Described:
-    if c.flag("use_bidirectional_attention"):
-        raise c.refusal("use_bidirectional_attention", "false")
     norm, bias = rms_norm(c, plus_one=True), c.flag("attention_bias")
     changes |= {
         "qkv_bias": bias,

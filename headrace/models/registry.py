@@ -102,7 +102,8 @@ class ModelEntry:
         if spec is not None and spec.is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
         descriptions.layer_types(config.fields, self.layer_kinds)
-        return [*own, *_shape_reasons(config), *_feature_reasons(config)]
+        directions = [] if spec is None else _direction_reasons(config, spec)
+        return [*own, *_shape_reasons(config), *_feature_reasons(config), *directions]
 
 
 OF_MODEL = (
@@ -479,3 +480,17 @@ def _feature_reasons(config: ModelConfig) -> list[str]:
     if config.dtype not in ("float16", "bfloat16", "float32"):
         reasons.append(f"`dtype` is {config.dtype!r}; accepted: float16, bfloat16, float32")
     return reasons
+
+
+def _direction_reasons(config: ModelConfig, spec: ModelSpec) -> list[str]:
+    """Return why attention to later tokens, if config.json asks for it, cannot be had."""
+    asked = config.fields.values.get("use_bidirectional_attention")
+    if asked not in (True, "all"):
+        return []
+    if all(layer.mixer.causal for layer in spec.layers):
+        return [f"`use_bidirectional_attention` is {asked!r}; accepted for this family: false"]
+    if config.pooling is None:
+        return [
+            f"`use_bidirectional_attention` is {asked!r}; it makes vectors (--runner pooling), and generates no text"
+        ]
+    return []

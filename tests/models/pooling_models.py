@@ -51,7 +51,11 @@ def save_tokenizer(folder: Path, around: tuple[str, str] | None = None) -> None:
 
 
 def save_sentences(
-    folder: Path, mode: str, normalize: bool = True, dense: tuple[tuple[Tensor, Tensor, str], ...] = (), **more: Any
+    folder: Path,
+    mode: str,
+    normalize: bool = True,
+    dense: tuple[tuple[Tensor, Tensor | None, str], ...] = (),
+    **more: Any,
 ) -> None:
     """Write what sentence-transformers keeps beside a model: modules, pooling, linears behind it, prompts."""
     modules = [("", f"{SENTENCES}.Transformer"), ("1_Pooling", f"{SENTENCES}.Pooling")]
@@ -64,11 +68,13 @@ def save_sentences(
         place.mkdir()
         modules.append((place.name, f"{SENTENCES}.Dense"))
         outputs, inputs = weight.shape
-        described = {"in_features": inputs, "out_features": outputs, "bias": True, "activation_function": activation}
+        described = {"in_features": inputs, "out_features": outputs, "bias": bias is not None}
+        described["activation_function"] = activation
         (place / "config.json").write_text(json.dumps(described))
         from safetensors.torch import save_file
 
-        save_file({"linear.weight": weight, "linear.bias": bias}, place / "model.safetensors")
+        tensors = {"linear.weight": weight} | ({} if bias is None else {"linear.bias": bias})
+        save_file(tensors, place / "model.safetensors")
     if normalize:
         modules.append((f"{len(modules)}_Normalize", f"{SENTENCES}.Normalize"))
     listed = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]

@@ -272,3 +272,48 @@ def test_an_encoder_with_another_head_embeds_and_classifies_more_labels(tmp_path
     assert (torch.tensor(made.outputs.probs) - likely).abs().max() < 1e-5
     with pytest.raises(ConfigError, match="batch_invariant must be false"):
         opened(labels, batch_invariant=True)
+
+
+def test_a_gemma_whose_tokens_see_later_ones_embeds(tmp_path: Path) -> None:
+    """EmbeddingGemma: windows of half their width on either side, two linears behind the mean, and prompts."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"query_pre_attn_scalar": 20, "sliding_window": 10, "layer_types": kinds, "vocab_size": 512}
+    config = transformers.Gemma3TextConfig(**DECODER | fields | {"use_bidirectional_attention": True})
+    model = save("Gemma3TextModel", config, tmp_path)
+    save_tokenizer(tmp_path, ("<s>", "</s>"))
+    first, second = torch.randn(90, 60), torch.randn(33, 90)
+    identity = "torch.nn.modules.linear.Identity"
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    save_sentences(
+        tmp_path, "mean_tokens", True, ((first, None, identity), (second, None, identity)), prompts=prompts,
+        default_prompt_name="query",
+    )  # fmt: skip
+    ids = [*PROMPTS, [4] * 128]
+    with opened(tmp_path, max_num_batched_tokens=160) as llm:
+        made = vectors(llm, ids)
+        short = vectors(llm, ids, pooling_params=PoolingParams(use_activation=False))
+        (of_text,) = llm.embed("what a pity", use_tqdm=False)
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.decode(of_text.prompt_token_ids) == "task: search result | query: what a pity"
+        marks = [llm.tokenizer.backend.token_to_id(mark) for mark in ("<s>", "</s>")]
+        assert [of_text.prompt_token_ids[0], of_text.prompt_token_ids[-1]] == marks
+    made.append(torch.tensor(of_text.outputs.embedding))
+    for one, vector in zip([*ids, of_text.prompt_token_ids], made, strict=True):
+        expected = pool(hidden_states(model, one), "mean_tokens", normalize=False) @ first.T @ second.T
+        assert (vector - expected / expected.norm()).abs().max() < 1e-5
+    assert all(vector.norm() > 2 for vector in short)
+    seen = pool(hidden_states(model, ids[1][:1]), "mean_tokens")
+    assert (pool(hidden_states(model, ids[1])[:1], "mean_tokens") - seen).abs().max() > 1e-2, "later tokens count"
+
+
+def test_attention_to_later_tokens_is_refused_where_it_cannot_be_had(tmp_path: Path) -> None:
+    for name, kind, message in (
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", "it makes vectors .--runner pooling., and generates no text"),
+        ("Gemma2Model", "Gemma2Config", "`use_bidirectional_attention` is True; accepted for this family: false"),
+    ):
+        fields = DECODER | {"query_pre_attn_scalar": 20, "use_bidirectional_attention": True, "sliding_window": 10}
+        folder = tmp_path / name
+        save(name, getattr(transformers, kind)(**fields), folder)
+        save_tokenizer(folder)
+        with pytest.raises(UnsupportedModelError, match=message):
+            opened(folder)
