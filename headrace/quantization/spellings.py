@@ -3,8 +3,10 @@ codes lie."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -64,47 +66,20 @@ class Spelling:
     """Codes are [out, groups, words], not [out, words]."""
 
 
-_BYTES: Any = {"word": torch.int8, "types": ("I8",), "stored_bits": 8, "signed": True}
-_ACTIVATIONS = ("input_scale", "input_zero_point")
-SPELLINGS = {
-    "awq": Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True),
-    "gptq": Spelling(
-        "qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True
-    ),
-    "pack_quantized": Spelling(
-        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", _ACTIVATIONS
-    ),
-    "int_quantized": Spelling(  # a byte for every code
-        "weight", "weight_scale", "weight_zero_point", unused=_ACTIVATIONS, **_BYTES
-    ),
-    "modelopt_awq": Spelling(  # `weight_scale_2` is that of fp8, to which W4A8 rounds what 4 bits say
-        "weight", "weight_scale", unused=("input_scale", "weight_scale_2"), packed="out", word=torch.uint8,
-        types=("U8",), signed=True, smoothed=True,
-    ),
-    "modelopt_int8": Spelling(  # whose smoothing (SmoothQuant's) is as AWQ's
-        "weight", "weight_scale", unused=("input_scale",), smoothed=True, flat_scales=True, **_BYTES
-    ),
-}  # fmt: skip
-"""layout of a LinearFormat -> how its tensors are named, and lie"""
-_PAIRS: Any = {"values": "e2m1", "word": torch.uint8, "types": ("U8",)}
-_MX: Any = {**_PAIRS, "narrow_scales": torch.uint8}
-_NV: Any = {**_PAIRS, "narrow_scales": torch.float8_e4m3fn}
-_BESIDE_FACTOR: Any = {"scales": "weight_scale", "factor": "weight_scale_2", "unused": ("input_scale",)}
-FLOATS_4 = {
-    ("mxfp4", "quark"): Spelling("weight", "weight_scale", unused=("input_scale",), **_MX),
-    ("mxfp4", "compressed-tensors"): Spelling("weight_packed", "weight_scale", **_MX),
-    ("mxfp4", "blocks"): Spelling("blocks", "scales", by_group=True, **_MX),
-    ("nvfp4", "compressed-tensors"): Spelling(
-        "weight_packed", "weight_scale", factor="weight_global_scale", divides=True, rounds=True,
-        unused=("input_global_scale",), **_NV,
-    ),
-    ("nvfp4", "auto-round"): Spelling(
-        "weight_packed", "weight_scale", factor="weight_global_scale", divides=True, unused=("input_global_scale",),
-        **_NV,
-    ),
-    ("nvfp4", "modelopt"): Spelling("weight", **_BESIDE_FACTOR, **_NV),
-    ("nvfp4", "modelopt-awq"): Spelling("weight", smoothed=True, **_BESIDE_FACTOR, **_NV),
-}  # fmt: skip
+def _spelling(row: dict[str, Any]) -> Spelling:
+    """The spelling of a row, which names torch's types by their names."""
+    settings: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}
+    return Spelling(**settings | {name: getattr(torch, row[name]) for name in ("word", "narrow_scales") if name in row})
+
+
+_ROWS = json.loads(Path(__file__).with_name("spellings.json").read_text(encoding="utf-8"))
+SPELLINGS: dict[str, Spelling] = {layout: _spelling(row) for layout, row in _ROWS["integers"].items()}
+"""layout of a LinearFormat -> how its tensors are named, and lie. int_quantized has a byte for every code;
+`weight_scale_2` of modelopt_awq is that of fp8, to which W4A8 rounds what 4 bits say; the smoothing of modelopt_int8
+(SmoothQuant's) is as AWQ's."""
+FLOATS_4: dict[tuple[str, str], Spelling] = {
+    (row.pop("format"), row.pop("writer")): _spelling(row) for row in _ROWS["floats"]
+}
 """(format, who wrote the checkpoint; blocks: gpt-oss) -> the same of floats e2m1, two neighbouring inputs a byte, the
 first in its lower half. Of mxfp4 (OCP Microscaling Formats 1.0) 32 inputs share a power of two, a byte e8m0; of nvfp4
 16 (32, where ModelOpt has activations of 8 bits in mind) a float e4m3, and all weights a factor in fp32."""
