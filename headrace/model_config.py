@@ -234,6 +234,8 @@ class ModelConfig:
     """layers behind the others that a checkpoint may hold to draft further tokens"""
     pooling: Pooling | None = None
     """how it makes vectors or scores; None: it generates text"""
+    length_field: str = "max_position_embeddings"
+    """the field that says how many positions there are; another one where training had shorter texts"""
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """generation_config.json as it is"""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

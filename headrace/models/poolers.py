@@ -26,6 +26,8 @@ OF_SENTENCES: dict[str, PoolingKind] = {
     "pooling_mode_mean_tokens": "mean",
 }
 """What 1_Pooling/config.json sets to true -> the kind"""
+OF_TRANSFORMER = "sentence_*_config.json"
+"""The settings of a Transformer module: sentence_bert_config.json, or the name of another family in its place"""
 ACTIVATIONS: dict[str, Squash] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 """torch's names of what a cross-encoder does to its logits"""
 HEAD_ACTIVATIONS: dict[str, Literal["none", "tanh", "gelu", "relu"]] = {
@@ -51,6 +53,7 @@ class Sentences:
     prompts: tuple[tuple[str, str], ...] = ()
     default_prompt: str = ""
     max_length: int | None = None
+    """`max_seq_length`: where texts are cut, which models were not trained beyond"""
 
 
 def read_sentences(folder: Path) -> Sentences:
@@ -63,7 +66,7 @@ def read_sentences(folder: Path) -> Sentences:
         kinds = [(str(one["type"]).rpartition(".")[2], str(one.get("path") or "")) for one in modules]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(f"{path} is not sentence-transformers' list of modules: {error!r:.100}") from None
-    kind, normalizes, dense = None, False, []
+    kind, normalizes, dense, length = None, False, [], None
     for name, place in kinds:
         if name == "Pooling":
             kind = _kind_of_sentences(Fields(read_object(folder / place / "config.json"), f"{place}/config.json"))
@@ -71,13 +74,15 @@ def read_sentences(folder: Path) -> Sentences:
             normalizes = True
         elif name == "Dense":
             dense.append(_dense(Fields(read_object(folder / place / "config.json"), f"{place}/config.json"), place))
-        elif name != "Transformer":
+        elif name == "Transformer":
+            for settings in sorted((folder / place).glob(OF_TRANSFORMER)):
+                length = _optional(settings).optional("max_seq_length")
+        else:
             raise UnsupportedModelError(
                 f"modules.json has a module {name!r}; accepted: Transformer, Pooling, Dense, Normalize"
             )
     of_prompts = _optional(folder / "config_sentence_transformers.json")
     prompts = of_prompts.object("prompts").values
-    length = _optional(folder / "sentence_bert_config.json").optional("max_seq_length")
     return Sentences(
         True, kind, normalizes, tuple(dense), tuple((str(name), str(text)) for name, text in prompts.items()),
         of_prompts.text("default_prompt_name", ""), length,
@@ -86,6 +91,18 @@ def read_sentences(folder: Path) -> Sentences:
 
 def _optional(path: Path) -> Fields:
     return Fields(read_object(path) if path.is_file() else {}, path.name)
+
+
+def longest_text(folder: Path, positions: int, learned: bool, sentences: Sentences) -> tuple[int, str]:
+    """Return how many tokens a text may have, and the field that says it. `positions`: how many the model has;
+    `learned`: each of them has an embedding, so that the tokenizer's file says how many were trained."""
+    said_by, most = "max_seq_length", sentences.max_length
+    if most is None and learned:
+        said_by = "model_max_length"
+        most = _optional(folder / "tokenizer_config.json").values.get(said_by)  # 1e30 where nobody knew
+    if isinstance(most, int | float) and 1 <= most < positions:
+        return int(most), said_by
+    return positions, "max_position_embeddings"
 
 
 def _kind_of_sentences(c: Fields) -> PoolingKind:

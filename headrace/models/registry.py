@@ -30,7 +30,7 @@ from headrace.models import (
 )
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
-from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, read_pooling, read_sentences, runner_of
+from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, longest_text, read_pooling, read_sentences, runner_of
 from headrace.models.refusals import REFUSED, nearest
 from headrace.pooling import HeadLayer, PoolingKind
 from headrace.quantization.table import resolve_format
@@ -366,9 +366,10 @@ def read_served_config(folder: Path, asked: EngineConfig | None = None) -> Model
     pooling = read_pooling(
         asked, folder, fields, convert, sentences, entry.pools_by, entry.classifier, _has_segments(entry, fields)
     )
-    longest = config.max_position_embeddings - entry.taken_positions(fields)
-    longest = min(longest, sentences.max_length or longest)
-    return replace(config, pooling=pooling, max_position_embeddings=longest)
+    positions = config.max_position_embeddings - entry.taken_positions(fields)
+    added = entry.spec(config.fields).text_embedding
+    longest, said_by = longest_text(folder, positions, added is not None and added.positions > 0, sentences)
+    return replace(config, pooling=pooling, max_position_embeddings=longest, length_field=said_by)
 
 
 def _has_segments(entry: ModelEntry, fields: Fields) -> bool:

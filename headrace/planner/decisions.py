@@ -85,11 +85,9 @@ def decide_before_load(
     config = config.replace(**pooled)  # what is asked for counts less: the model could not run
     decisions += more
     context = model.max_position_embeddings
-    length = settle("max_model_len", context, "the model's max_position_embeddings")
+    length = settle("max_model_len", context, f"the model's {model.length_field}")
     if length > context:
-        raise ConfigError(
-            f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}"
-        )
+        raise ConfigError(f"max_model_len must be at most {context} (the model's {model.length_field}), got {length}")
 
     changes["speculative_config"], speculation = decide_speculation(config, model, device_type)
     decisions += speculation

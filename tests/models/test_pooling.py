@@ -317,3 +317,48 @@ def test_attention_to_later_tokens_is_refused_where_it_cannot_be_had(tmp_path: P
         save_tokenizer(folder)
         with pytest.raises(UnsupportedModelError, match=message):
             opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("sentence_bert_config.json", "max_seq_length"),
+        ("sentence_roberta_config.json", "max_seq_length"),
+        ("tokenizer_config.json", "model_max_length"),
+    ],
+)
+def test_texts_beyond_the_trained_length_are_refused_or_cut_as_asked(file: str, field: str, tmp_path: Path) -> None:
+    model = save("BertModel", encoder_config("Bert", vocab_size=512), tmp_path)
+    save_tokenizer(tmp_path, ("<s>", "</s>"))
+    save_sentences(tmp_path, "mean_tokens")
+    path = tmp_path / file
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(kept | {field: 21}))
+    text = "a text of more than twenty-one bytes"
+    with pytest.raises(ConfigError, match=f"max_model_len must be at most 21 .the model's {field}., got 22"):
+        opened(tmp_path, max_model_len=22)
+    with opened(tmp_path, max_num_batched_tokens=160) as llm:
+        with pytest.raises(RequestError, match=r"maximum context length is 21 tokens\. However, your prompt has 38"):
+            llm.embed(text, use_tqdm=False)
+        (made,) = llm.embed(text, use_tqdm=False, truncate_prompt_tokens=-1)
+        assert llm.max_model_len == 21
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text, truncation=True, max_length=21).input_ids
+    assert made.prompt_token_ids == ids
+    expected = pool(hidden_states(model, ids), "mean_tokens")
+    assert (torch.tensor(made.outputs.embedding) - expected).abs().max() < 1e-5
+
+
+def test_lengths_beyond_the_positions_that_there_are_count_for_nothing(tmp_path: Path) -> None:
+    save("RobertaModel", encoder_config("Roberta"), tmp_path)
+    save_tokenizer(tmp_path)
+    save_sentences(tmp_path, "mean_tokens")
+    for file, field, most in (
+        ("tokenizer_config.json", "model_max_length", 10**30),
+        ("sentence_bert_config.json", "max_seq_length", 514),
+    ):
+        path = tmp_path / file
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(kept | {field: most}))
+        with pytest.raises(ConfigError, match=r"at most 128 .the model's max_position_embeddings., got 129"):
+            opened(tmp_path, max_model_len=129)
