@@ -205,6 +205,11 @@ def test_planning_begins_with_a_plan() -> None:
         assert line in said
 
 
+def test_quantizing_begins_with_a_model_in_fewer_bits() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/quantizing.md")
+    assert "7.9 MB -> 4.5 MB" in run_shell(text)
+
+
 def test_models_begins_with_what_is_served() -> None:
     ((_, text),) = first_examples(ROOT / "docs/models.md")
     served, planned = run_python(text).splitlines()

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("headrace.cli.serve", "Serve a model over the OpenAI HTTP API."),
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
     "plan": ("headrace.cli.plan", "Predict memory, settings, speed and cost of a model, without a GPU."),
+    "quantize": ("headrace.cli.quantize", "Write a model in fewer bits, and say what that changed."),
     "tune": ("headrace.cli.tune", "Try settings on this machine, and keep those that are faster."),
     "explain": ("headrace.cli.explain", "Explain a vLLM command line flag by flag, and write a better one."),
     "doctor": ("headrace.cli.doctor", "Check this machine for what slows it down, and say how to mend it."),

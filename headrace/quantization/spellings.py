@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headrace.kernels.coded import Values
 
@@ -99,3 +100,14 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
             code = code | units[..., byte + 1] << 8 - shift
         codes[..., index] = code & (1 << bits) - 1
     return codes.flatten(-2)
+
+
+def pack_words(codes: Tensor, bits: int, word: torch.dtype) -> Tensor:
+    """Return words [..., m] of type `word` in which codes [..., n] uint8 are dense: what `unpack_words` takes apart.
+    The last word is filled up with zeros. `bits` divides 8."""
+    per_byte, per_word = 8 // bits, word.itemsize * 8 // bits
+    parts = F.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_byte))
+    packed = parts[..., 0].clone()
+    for index in range(1, per_byte):
+        packed |= parts[..., index] << index * bits
+    return packed.view(word)

@@ -1,0 +1,1 @@
+"""Holds what makes a quantized checkpoint of an unquantized one (`headrace quantize`)."""

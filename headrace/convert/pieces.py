@@ -1,0 +1,221 @@
+"""Plans what a new checkpoint holds: which tensors of the old one are rounded, and in which file each goes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headrace.convert.schemes import WeightScheme
+from headrace.errors import ConfigError
+from headrace.model_config import ModelConfig
+from headrace.model_spec import Experts, LayerSpec, ModelSpec
+from headrace.models.checkpoint import (
+    TYPES,
+    StoredTensor,
+    checkpoint_files,
+    of_all_experts,
+    stored_tensors,
+    text_tensors,
+)
+
+_NUMBER = re.compile(r"layers\.(\d+)\.")
+_STEM = "model-{:05}-of-{:05}.safetensors"
+WIDE_TYPES = ("BF16", "F16", "F32")
+"""safetensors' types of weights that can be rounded"""
+KEPT = "no scheme rounds it"
+"""said of embeddings, heads, routers, and what is not of text"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Stands for a tensor of the old checkpoint, or a part of one, that is written as one linear or as it is."""
+
+    name: str
+    """in the new checkpoint, if it keeps its form"""
+    stored: StoredTensor
+    rounded: bool = False
+    why: str = ""
+    """why a weight of two dimensions is not rounded"""
+    expert: int | None = None
+    """which of all experts' weights in the tensor it is; None: the tensor is no such weight"""
+    rows: tuple[int, int] = (0, 0)
+    """its outputs in that weight: the first, and the one behind the last"""
+    transposed: bool = False
+    """the old checkpoint has inputs before outputs"""
+    shape: tuple[int, ...] = ()
+    """as it is written if it is not rounded"""
+
+    @property
+    def linear(self) -> str:
+        """The name of the linear whose weight this is."""
+        return self.name.removesuffix(".weight")
+
+    def read(self) -> Tensor:
+        """Read it from its file; nothing else of the file comes into memory."""
+        with safe_open(self.stored.file, framework="pt") as file:
+            if self.expert is None:
+                tensor: Tensor = file.get_tensor(self.stored.name)
+                return tensor
+            experts, (first, end) = slice(self.expert, self.expert + 1), self.rows
+            found = file.get_slice(self.stored.name)
+            weight: Tensor = found[experts, :, first:end].mT if self.transposed else found[experts, first:end]
+            return weight[0].contiguous()
+
+    def written(self, values: Tensor, scheme: WeightScheme) -> tuple[dict[str, Tensor], float | None]:
+        """Return two things: the tensors that are written, by their names, and the relative error of a weight that was
+        rounded."""
+        if not self.rounded:
+            return {self.name: values}, None
+        found = scheme.round(values)
+        tensors = {f"{self.linear}.{name}": tensor for name, tensor in scheme.write(found).items()}
+        return tensors, 0.0 if values.is_meta else float((found.lost / found.total.clamp_min(1e-300)).sqrt())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Stands for one file of the new checkpoint."""
+
+    file: str
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+    """of the tensors in it"""
+
+    @property
+    def source_bytes(self) -> int:
+        """The bytes that are read for it."""
+        return sum(_size(piece.shape, piece.stored.dtype) for piece in self.pieces)
+
+
+def plan_shards(folder: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightScheme) -> list[Shard]:
+    """Return the files of the new checkpoint: one for each layer, so that no more than a layer is ever in memory, and
+    then as large ones of all else. Raises ConfigError if there is nothing to round."""
+    pieces = [piece for file in checkpoint_files(folder) for piece in _pieces(file, config, spec, scheme)]
+    if not any(piece.rounded for piece in pieces):
+        kept = next((f": {piece.name}: {piece.why}" for piece in pieces if piece.why not in ("", KEPT)), "")
+        raise ConfigError(f"{folder} has no linear that {scheme.name} can be rounded to{kept}")
+    sizes = {piece.name: _written_bytes(piece.shape, piece.stored.dtype, piece.rounded, scheme) for piece in pieces}
+    layers = [list(group) for _, group in groupby(sorted(pieces, key=_place), key=lambda piece: _place(piece)[0])]
+    others = layers.pop(0) if _place(layers[0][0])[0] < 0 else []
+    limit = max((sum(sizes[piece.name] for piece in layer) for layer in layers), default=0)
+    groups = [*layers, []]
+    for piece in others:
+        if groups[-1] and sum(sizes[one.name] for one in (*groups[-1], piece)) > limit:
+            groups.append([])
+        groups[-1].append(piece)
+    groups = [group for group in groups if group]
+    return [
+        Shard(_STEM.format(number, len(groups)), tuple(group), sum(sizes[piece.name] for piece in group))
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def _place(piece: Piece) -> tuple[int, str]:
+    """Return the number of the layer that a piece is in, -1 outside of all, and its name."""
+    found = _NUMBER.search(piece.name)
+    return (int(found[1]) if found else -1), piece.name
+
+
+def _pieces(file: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightScheme) -> Iterator[Piece]:
+    linears = _linears(spec)
+    stored = stored_tensors(file)
+    ours = {one.within or one.name: one.name for one in text_tensors(stored, config, spec.names)[0]}
+    for one in stored:
+        name = ours.get(one.name, "")
+        name = name if name in linears else f"model.{name}"
+        layer = _NUMBER.search(name)
+        of_all = of_all_experts(one.name)
+        if layer and of_all[1] == "weight" and len(one.shape) == 3 and one.dtype in WIDE_TYPES:
+            yield from _each_expert(one, spec.layers[int(layer[1])], of_all[0], scheme)
+        elif len(one.shape) != 2:
+            yield Piece(one.name, one, shape=one.shape)
+        elif name in linears and one.dtype in WIDE_TYPES and one.name.endswith(".weight"):
+            why = "attention multiplies with parts of it" if linears[name] else scheme.refusal(one.shape)
+            yield Piece(one.name, one, not why, why, shape=one.shape)
+        else:
+            yield Piece(one.name, one, why=KEPT, shape=one.shape)
+
+
+@functools.cache
+def _linears(spec: ModelSpec) -> dict[str, bool]:
+    """Return the names of linears' weights -> whether they are widened at load anyway. Tools store the parts of a
+    linear of ours as one, too."""
+    linears: dict[str, bool] = {}
+    for number, layer in enumerate(spec.layers):
+        for parameter in layer.parameters:
+            if parameter.kind == "linear":
+                name = f"model.layers.{number}.{parameter.name}"
+                linears[name] = parameter.widened
+                if parameter.fused:
+                    linears[f"{name.removesuffix('.weight').rpartition('.')[0]}.{parameter.fused}.weight"] = False
+    return linears
+
+
+def _each_expert(one: StoredTensor, layer: LayerSpec, linear: str, scheme: WeightScheme) -> Iterator[Piece]:
+    """Yield the linears of a tensor that holds those of all experts: compressed-tensors has a linear for each."""
+    block = layer.feed_forward
+    if not isinstance(block, Experts) or block.names.stacked:
+        raise ConfigError(
+            f"{one.name} holds gates and ups of all experts in turn, which no scheme takes apart yet; accepted: "
+            "experts with tensors of their own, or with gates above ups"
+        )
+    front, _, name = linear.rpartition(".")
+    names, wide, hidden = block.names, block.expert_intermediate_size, block.hidden_size
+    parts = {names.gate: (0, wide), names.up: (wide, 2 * wide)} if name == "gate_up_proj" else {}
+    parts = parts or {names.down: (0, hidden)}
+    shape = (2 * wide, hidden) if name == "gate_up_proj" else (hidden, wide)
+    transposed = one.shape[1:] == shape[::-1] and shape[0] != shape[1]
+    for expert in range(one.shape[0]):
+        for part, rows in parts.items():
+            own = (rows[1] - rows[0], shape[1])
+            why = scheme.refusal(own)
+            yield Piece(f"{front}.{expert}.{part}.weight", one, not why, why, expert, rows, transposed, own)
+
+
+@functools.cache
+def _written_bytes(shape: tuple[int, ...], dtype: str, rounded: bool, scheme: WeightScheme) -> int:
+    if not rounded:
+        return _size(shape, dtype)
+    made = scheme.write(scheme.round(torch.empty(shape, dtype=TYPES[dtype], device="meta")))
+    return sum(tensor.numel() * tensor.element_size() for tensor in made.values())
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    return replace(_NOWHERE, shape=shape, dtype=dtype).num_bytes
+
+
+_NOWHERE = StoredTensor("", Path(), (), "U8", 0)
+
+
+def stated(shards: list[Shard], scheme: WeightScheme) -> dict[str, object]:
+    """Return config.json's quantization_config, which names every linear that keeps its type."""
+    pieces = [piece for shard in shards for piece in shard.pieces]
+    kept = [piece.linear for piece in pieces if piece.why and not _of_embedding(piece) and len(piece.shape) == 2]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": scheme.format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme.described()},
+        "ignore": [*dict.fromkeys(("lm_head", *kept))],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _of_embedding(piece: Piece) -> bool:
+    return "embed" in piece.name or not piece.name.endswith(".weight")
+
+
+def index(shards: list[Shard], files: dict[str, list[str]]) -> str:
+    """Return the text of the index of the new checkpoint; `files`: the names of the tensors in each file."""
+    where = {name: file for file, names in files.items() for name in names}
+    size = sum(shard.num_bytes for shard in shards)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=1) + "\n"
