@@ -3,7 +3,6 @@ data-parallel ones, if there are several, in processes of their own."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import logging
@@ -13,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headrace.advice.flags.keywords import engine_keywords
 from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
+from headrace.engine import offline_pooling
 from headrace.engine.async_engine import make_metrics, model_folder
 from headrace.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, likely_next
 from headrace.engine.build import build_core
@@ -30,28 +30,22 @@ from headrace.engine.core_processes import CoreProcesses
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
-from headrace.engine.pooling import POOLED, Pair, PoolingInputs, cosine, need_pooling, numbers, paired
+from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
 from headrace.pooling import (
-    ClassificationOutput,
     ClassificationRequestOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
-    Settled,
 )
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):
@@ -195,15 +189,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a model that pools makes of each prompt, or of each of its tokens (`token_embed`)."""
         _refuse_adapters(lora_request)
-        params = PoolingParams() if pooling_params is None else copy.copy(pooling_params)
-        params.task = pooling_task or params.task
-        if truncate_prompt_tokens is not None:
-            params.truncate_prompt_tokens = truncate_prompt_tokens
-        params.__post_init__()
-        pooler = self._need_pooling()
-        settled = params.settled(pooler.pooling)
-        tokenized = [pooler.ids_of(_text_or_ids(prompt), params) for prompt in _as_list(prompts)]
-        return self._pool(tokenized, settled, use_tqdm)
+        found = self._offline(use_tqdm)
+        return offline_pooling.encode(found, _as_list(prompts), pooling_params, pooling_task, truncate_prompt_tokens)
 
     def embed(
         self,
@@ -215,11 +202,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt."""
-        made = self.encode(
-            prompts, pooling_params, use_tqdm, lora_request=lora_request, pooling_task="embed",
-            truncate_prompt_tokens=truncate_prompt_tokens,
-        )  # fmt: skip
-        return [_with(one, EmbeddingOutput(one.outputs.data.tolist())) for one in made]
+        _refuse_adapters(lora_request)
+        found = self._offline(use_tqdm)
+        return offline_pooling.embed(found, _as_list(prompts), pooling_params, truncate_prompt_tokens)
 
     def classify(
         self,
@@ -230,8 +215,8 @@ class LLM:
         lora_request: Any = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the model's labels for each prompt."""
-        made = self.encode(prompts, pooling_params, use_tqdm, lora_request=lora_request, pooling_task="classify")
-        return [_with(one, ClassificationOutput(one.outputs.data.tolist())) for one in made]
+        _refuse_adapters(lora_request)
+        return offline_pooling.classify(self._offline(use_tqdm), _as_list(prompts), pooling_params)
 
     def score(
         self,
@@ -247,41 +232,15 @@ class LLM:
         reads pairs, else by the cosine of two vectors."""
         _refuse_adapters(lora_request)
         first, second = ([data] if isinstance(data, str) else [*data] for data in (data_1, data_2))
-        pairs = paired(first, second)
-        pooler, params = self._need_pooling(), pooling_params or PoolingParams()
-        params = PoolingParams(
-            use_activation=params.use_activation,
-            truncate_prompt_tokens=truncate_prompt_tokens or params.truncate_prompt_tokens,
-        )
-        settled = params.settled(pooler.pooling)
-        if pooler.pooling.scores_pairs:
-            ids = [pooler.pair_ids(Pair(first[a], second[b]), params) for a, b in pairs]
-            return [_with(one, ScoringOutput(float(one.outputs.data[0]))) for one in self._pool(ids, settled, use_tqdm)]
-        if pooler.pooling.task != "embed":
-            raise RequestError("this model has several labels for a text, and no score for a pair", "data_1")
-        made = self._pool([pooler.ids_of(text, params) for text in (*first, *second)], settled, use_tqdm)
-        vectors = [one.outputs.data.numpy() for one in made]
-        return [
-            _with(made[len(first) + b], ScoringOutput(cosine(vectors[a], vectors[len(first) + b]))) for a, b in pairs
-        ]
+        return offline_pooling.score(self._offline(use_tqdm), first, second, pooling_params, truncate_prompt_tokens)
 
-    def _need_pooling(self) -> PoolingInputs:
+    def _offline(self, use_tqdm: bool) -> offline_pooling.Offline:
+        """Return what pools with this engine. Raises RequestError if the model does not."""
         pooling = need_pooling(self._inputs.limits.pooling)
-        return PoolingInputs(pooling, self._inputs, self.tokenizer, self.config.chat_template is not None)
-
-    def _pool(
-        self, prompts: Sequence[list[int]], settled: Settled, use_tqdm: bool
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        import torch
-
-        outputs = self._run([*prompts], POOLED, use_tqdm, False, None, settled.unit)
-        return [
-            PoolingRequestOutput(
-                one.request_id, PoolingOutput(torch.from_numpy(numbers(one, settled).copy())), one.prompt_token_ids,
-                one.num_cached_tokens,
-            )
-            for one in outputs
-        ]  # fmt: skip
+        inputs = PoolingInputs(pooling, self._inputs, self.tokenizer, self.config.chat_template is not None)
+        return offline_pooling.Offline(
+            inputs, lambda prompts, unit: self._run([*prompts], POOLED, use_tqdm, False, None, unit)
+        )
 
     def stats(self) -> SchedulerStats:
         """Return numbers of running and waiting requests and KV blocks, and counters since start."""
@@ -421,23 +380,6 @@ def _result(request: OpenRequest) -> RequestOutput:
     if output.prompt_logprobs is not None:
         output.prompt_logprobs = [*output.prompt_logprobs]
     return output
-
-
-def _with(output: PoolingRequestOutput[Any], outputs: T) -> PoolingRequestOutput[T]:
-    """Return a request's output with other contents."""
-    return PoolingRequestOutput(
-        output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens, output.finished
-    )
-
-
-def _text_or_ids(prompt: Prompt) -> str | list[int]:
-    """Return what of a prompt is pooled."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    found: Any = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    if not isinstance(found, str | list):
-        raise RequestError("prompt must have `prompt` or `prompt_token_ids`", "prompt")
-    return found
 
 
 def _refuse_adapters(lora_request: Any) -> None:

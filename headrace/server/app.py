@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.config import ServerConfig
 from headrace.engine.input_processor import NO_TEXT
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError, ServerStoppingError
-from headrace.server import answers, info, messages, pooling, protocol, responses
+from headrace.server import answers, info, messages, pooling, pooling_shapes, protocol, responses
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
@@ -53,16 +53,17 @@ OPERATIONS = (
               GENERATION_ERRORS, messages.MessagesRequest, events=get_args(messages.StreamEvent), error=AnthropicError),
     Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", messages.TokenCount,
               BODY_ERRORS, messages.CountTokensRequest, error=AnthropicError),
-    Operation("/v1/embeddings", pooling.answer_embedding, "The vectors of texts", pooling.EmbeddingList,
-              GENERATION_ERRORS, pooling.EmbeddingRequest),
+    Operation("/v1/embeddings", pooling.answer_embedding, "The vectors of texts", pooling_shapes.EmbeddingList,
+              GENERATION_ERRORS, pooling_shapes.EmbeddingRequest),
     Operation("/pooling", pooling.answer_pooling, "What the model makes of texts, or of their tokens",
-              pooling.PoolingList, GENERATION_ERRORS, pooling.PoolingRequest),
-    Operation("/classify", pooling.answer_classify, "The probabilities of labels for texts", pooling.LabelList,
-              GENERATION_ERRORS, pooling.ClassifyRequest),
-    *(Operation(path, pooling.answer_score, "How well pairs of texts go together", pooling.ScoreList,
-                GENERATION_ERRORS, pooling.ScoreRequest) for path in ("/v1/score", "/score")),
-    *(Operation(path, pooling.answer_rerank, "Documents in the order in which they answer a query", pooling.RankList,
-                GENERATION_ERRORS, pooling.RerankRequest) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+              pooling_shapes.PoolingList, GENERATION_ERRORS, pooling_shapes.PoolingRequest),
+    Operation("/classify", pooling.answer_classify, "The probabilities of labels for texts", pooling_shapes.LabelList,
+              GENERATION_ERRORS, pooling_shapes.ClassifyRequest),
+    *(Operation(path, pooling.answer_score, "How well pairs of texts go together", pooling_shapes.ScoreList,
+                GENERATION_ERRORS, pooling_shapes.ScoreRequest) for path in ("/v1/score", "/score")),
+    *(Operation(path, pooling.answer_rerank, "Documents in the order in which they answer a query",
+                pooling_shapes.RankList, GENERATION_ERRORS, pooling_shapes.RerankRequest)
+      for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Operation("/v1/models", info.list_models, "List the served models", answers.ModelList, (401,)),
     Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", answers.ModelCard, (401, 404)),
     Operation("/v1/plan", info.show_plan, "How this server runs, and why", answers.PlanAnswer, (401,)),

@@ -10,10 +10,10 @@ import base64
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct
 from starlette.requests import Request
 
 from headrace.engine.pooling import POOLED, Pair, PoolingInputs, cosine, need_pooling, numbers, paired
@@ -23,7 +23,26 @@ from headrace.request import RequestOutput
 from headrace.sampling_params import check_integer
 from headrace.server.body import convert
 from headrace.server.generation import GenerationResponse
-from headrace.server.protocol import Prompt
+from headrace.server.pooling_shapes import (
+    ClassifyRequest,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    Label,
+    LabelList,
+    PooledData,
+    PoolingList,
+    PoolingRequest,
+    PoolRequest,
+    PoolUsage,
+    Rank,
+    RankedDocument,
+    RankList,
+    RerankRequest,
+    Score,
+    ScoreList,
+    ScoreRequest,
+)
 from headrace.server.replies import OPENAI
 from headrace.server.requests import MAX_INPUTS, Generation, answer_headers, check_count, parse_prompts, receive
 from headrace.server.serving import Serving, new_id
@@ -31,149 +50,6 @@ from headrace.server.serving import Serving, new_id
 INLINE_BYTES = 4096
 """Bodies up to this are tokenized in the event loop."""
 FORMATS = ("float", "base64")
-TextOrDocument = Annotated[Any, Meta(description="A text, or an object that has it as `text`.")]
-Texts = Annotated[Any, Meta(description="A text, or a list of texts.")]
-
-
-class PoolRequest(Struct, kw_only=True):
-    """Holds the fields that all requests to pool have in common."""
-
-    model: str | None = None
-    truncate_prompt_tokens: int | None = None
-    use_activation: bool | None = None
-    normalize: bool | None = None
-    activation: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    user: str | None = None
-
-
-class EmbeddingRequest(PoolRequest, kw_only=True):
-    """Requests the vectors of texts."""
-
-    input: Prompt
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    add_special_tokens: bool | None = None
-    prompt_name: str | None = None
-
-
-class PoolingRequest(EmbeddingRequest, kw_only=True):
-    """Requests what the model makes of texts, or of each of their tokens."""
-
-    task: str | None = None
-
-
-class ClassifyRequest(PoolRequest, kw_only=True):
-    """Requests the probabilities of labels for texts."""
-
-    input: Prompt
-    add_special_tokens: bool | None = None
-
-
-class ScoreRequest(PoolRequest, kw_only=True):
-    """Requests how well pairs of texts go together: `text_1` with `text_2`, or `queries` with `documents`."""
-
-    text_1: Texts = None
-    text_2: Texts = None
-    queries: Texts = None
-    documents: Texts = None
-    instruction: str | None = None
-
-
-class RerankRequest(PoolRequest, kw_only=True):
-    """Requests the order of documents by how well they answer a query."""
-
-    query: str
-    documents: list[TextOrDocument]
-    top_n: int | None = None
-    return_documents: bool | None = None
-    instruction: str | None = None
-
-
-class PoolUsage(Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(Struct):
-    index: int
-    embedding: list[float] | str
-    object: str = "embedding"
-
-
-class EmbeddingList(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PoolUsage
-    object: str = "list"
-
-
-class PooledData(Struct):
-    """Holds the numbers of a text, or of each of its tokens."""
-
-    index: int
-    data: list[float | list[float]] | str
-    object: str = "pooling"
-
-
-class PoolingList(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[PooledData]
-    usage: PoolUsage
-    object: str = "list"
-
-
-class Label(Struct):
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
-
-
-class LabelList(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Label]
-    usage: PoolUsage
-    object: str = "list"
-
-
-class Score(Struct):
-    index: int
-    score: float
-    object: str = "score"
-
-
-class ScoreList(Struct):
-    id: str
-    created: int
-    model: str
-    data: list[Score]
-    usage: PoolUsage
-    object: str = "list"
-
-
-class RankedDocument(Struct):
-    text: str
-
-
-class Rank(Struct):
-    index: int
-    relevance_score: float
-    document: RankedDocument | UnsetType = UNSET
-
-
-class RankList(Struct):
-    id: str
-    model: str
-    usage: PoolUsage
-    results: list[Rank]
 
 
 @dataclass(frozen=True)
