@@ -230,7 +230,7 @@ def llama(
     """Describe Llama, and with other windows, biases, norms and feed-forwards Mistral, Mixtral, Qwen 2 and Qwen 3.
 
     A bias that is None follows config.json's `attention_bias` (that of attention's output: `o_bias_field`) or
-    `mlp_bias`.
+    `mlp_bias`. Embedders made of such models may see later tokens too: `is_causal` is false.
     """
 
     def biased(quirk: bool | None, name: str) -> bool:
@@ -238,8 +238,11 @@ def llama(
 
     norm, rope = rms_norm(c), whole_rope(c, theta)
     biases = {"qkv_bias": biased(qkv_bias, "attention_bias"), "o_bias": biased(o_bias, o_bias_field)}
+    causal, temperature = c.flag("is_causal", True), read_temperature(c)
+    if not causal and any(windows(c)):  # how far such a window reaches behind a token is not said
+        raise c.refusal("is_causal", "true with sliding windows")
     mixers = [
-        attention(c, window, rope=rope, qk_norm=qk_norm, norm=norm, temperature=read_temperature(c), **biases)
+        attention(c, window, rope=rope, qk_norm=qk_norm, norm=norm, temperature=temperature, causal=causal, **biases)
         for window in windows(c)
     ]
     blocks = feed_forwards(c, biased(mlp_bias, "mlp_bias"))

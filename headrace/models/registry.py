@@ -485,13 +485,13 @@ def _feature_reasons(config: ModelConfig) -> list[str]:
 
 def _direction_reasons(config: ModelConfig, spec: ModelSpec) -> list[str]:
     """Return why attention to later tokens, if config.json asks for it, cannot be had."""
-    asked = config.fields.values.get("use_bidirectional_attention")
-    if asked not in (True, "all"):
+    fields = config.fields.values
+    ways = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
+    name = next((name for name, values in ways.items() if fields.get(name) in values), None)
+    if name is None:
         return []
     if all(layer.mixer.causal for layer in spec.layers):
-        return [f"`use_bidirectional_attention` is {asked!r}; accepted for this family: false"]
+        return [f"`{name}` is {fields[name]!r}; accepted for this family: {name == 'is_causal'}"]
     if config.pooling is None:
-        return [
-            f"`use_bidirectional_attention` is {asked!r}; it makes vectors (--runner pooling), and generates no text"
-        ]
+        return [f"`{name}` is {fields[name]!r}; it makes vectors (--runner pooling), and generates no text"]
     return []

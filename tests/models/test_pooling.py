@@ -306,13 +306,34 @@ def test_a_gemma_whose_tokens_see_later_ones_embeds(tmp_path: Path) -> None:
     assert (pool(hidden_states(model, ids[1])[:1], "mean_tokens") - seen).abs().max() > 1e-2, "later tokens count"
 
 
+@pytest.mark.parametrize("name", ["LlamaModel", "Qwen2Model", "Qwen3Model"])
+def test_a_decoder_that_is_not_causal_embeds(name: str, tmp_path: Path) -> None:
+    config = config_of(name, is_causal=False)
+    model = save(name, config, tmp_path)
+    save_tokenizer(tmp_path)
+    save_sentences(tmp_path, "mean_tokens")
+    with opened(tmp_path, max_num_batched_tokens=160) as llm:
+        made = vectors(llm)
+    for ids, vector in zip(PROMPTS, made, strict=True):
+        assert (vector - pool(hidden_states(model, ids), "mean_tokens")).abs().max() < 1e-5
+    model.config.is_causal = True
+    causal = pool(hidden_states(model, PROMPTS[1]), "mean_tokens")
+    assert (made[1] - causal).abs().max() > 1e-2, "later tokens count"
+    with pytest.raises(UnsupportedModelError, match="`is_causal` is False; it makes vectors"):
+        opened(
+            tmp_path, hf_overrides={"architectures": [f"{name.removesuffix('Model')}ForCausalLM"]}, runner="generate"
+        )
+
+
 def test_attention_to_later_tokens_is_refused_where_it_cannot_be_had(tmp_path: Path) -> None:
     for name, kind, message in (
         ("Gemma3ForCausalLM", "Gemma3TextConfig", "it makes vectors .--runner pooling., and generates no text"),
-        ("Gemma2Model", "Gemma2Config", "`use_bidirectional_attention` is True; accepted for this family: false"),
+        ("MistralModel", "MistralConfig", "`is_causal` is false; must be true with sliding windows"),
+        ("Gemma2Model", "Gemma2Config", "`use_bidirectional_attention` is True; accepted for this family: False"),
     ):
         fields = DECODER | {"query_pre_attn_scalar": 20, "use_bidirectional_attention": True, "sliding_window": 10}
         folder = tmp_path / name
+        fields |= {"is_causal": False} if name.startswith("Mistral") else {}
         save(name, getattr(transformers, kind)(**fields), folder)
         save_tokenizer(folder)
         with pytest.raises(UnsupportedModelError, match=message):
