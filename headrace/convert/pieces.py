@@ -31,6 +31,7 @@ _NUMBER = re.compile(r"layers\.(\d+)\.")
 _STEM = "model-{:05}-of-{:05}.safetensors"
 WIDE_TYPES = ("BF16", "F16", "F32")
 """safetensors' types of weights that can be rounded"""
+STACKED = "it holds all experts in a form that has no linears for each"
 KEPT = "no scheme rounds it"
 """said of embeddings, heads, routers, and what is not of text"""
 
@@ -44,7 +45,7 @@ class Piece:
     stored: StoredTensor
     rounded: bool = False
     why: str = ""
-    """why a weight of two dimensions is not rounded"""
+    """why a weight is not rounded"""
     expert: int | None = None
     """which of all experts' weights in the tensor it is; None: the tensor is no such weight"""
     rows: tuple[int, int] = (0, 0)
@@ -136,7 +137,9 @@ def _pieces(file: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightSche
         if layer and of_all[1] == "weight" and len(one.shape) == 3 and one.dtype in WIDE_TYPES:
             yield from _each_expert(one, spec.layers[int(layer[1])], of_all[0], scheme)
         elif len(one.shape) != 2:
-            yield Piece(one.name, one, shape=one.shape)
+            yield Piece(
+                one.name, one, why=STACKED if of_all_experts(name.removesuffix(".weight"))[0] else "", shape=one.shape
+            )
         elif name in linears and one.dtype in WIDE_TYPES and one.name.endswith(".weight"):
             why = "attention multiplies with parts of it" if linears[name] else scheme.refusal(one.shape)
             yield Piece(one.name, one, not why, why, shape=one.shape)

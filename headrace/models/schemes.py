@@ -73,7 +73,8 @@ class Schemes:
     def of_router(self, names: Names) -> Scheme:
         """Return the scheme of a router whose parts have these names: unquantized unless the files have another, for
         most tools leave routers alone without saying so."""
-        return self.unquantized if self.in_files is None else self.named(names)
+        held = set() if self.in_files is None else self.in_files.quantized
+        return self.named(names) if any(name in held for name, *_ in names.values()) else self.unquantized
 
     def named(self, names: Names) -> Scheme:
         """Return the scheme of a layer whose parts have these names."""

@@ -26,6 +26,7 @@ from tiny_configs import save_tiny_model, shard
 
 from headrace import LLM, SamplingParams
 from headrace.convert import quantize as job
+from headrace.convert.pieces import KEPT
 from headrace.convert.quantize import RECORD, Outcome, quantize
 from headrace.convert.schemes import SCHEMES, find_scheme
 from headrace.errors import CheckpointError, ConfigError
@@ -117,6 +118,24 @@ def test_the_checkpoint_gives_what_its_weights_stand_for(model: str, scheme: str
             assert torch.equal(made[name], tensor), name
     assert outcome.bytes_after == sum(one.numel() * one.element_size() for one in made.values())
     assert outcome.bytes_before == sum(one.numel() * one.element_size() for one in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant", "said"),
+    [
+        ("Phi3ForCausalLM", "fused", ""),
+        ("DeepseekV3ForCausalLM", "queries-too", "attention multiplies with parts of it"),
+        ("Cohere2MoeForCausalLM", "average", ""),  # a gate that no file holds
+        ("Qwen3_5MoeForConditionalGeneration", "text", ""),
+        ("GraniteMoeForCausalLM", "multipliers", "it holds all experts in a form that has no linears for each"),
+    ],
+)
+def test_families_whose_tensors_have_their_own_ways(architecture: str, variant: str, said: str, tmp_path: Path) -> None:
+    save_tiny_model(architecture, variant, tmp_path / "model")
+    outcome = convert(tmp_path / "model", tmp_path / "made", "w4a16", -1)
+    widened(tmp_path / "made", tmp_path / "plain")
+    torch.testing.assert_close(logits(tmp_path / "made"), logits(tmp_path / "plain"), rtol=1e-4, atol=1e-4)
+    assert {*outcome.kept.values()} - {KEPT} == ({said} if said else set())
 
 
 def test_weights_that_a_scheme_cannot_hold_keep_their_type(models: Path, tmp_path: Path) -> None:
