@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from headrace.errors import CheckpointError
 from headrace.kernels.coded import E2M1, e8m0_to_float
 
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 19
 """weights that are widened to float32 at a time"""
 HALF_WAYS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between neighbouring magnitudes of e2m1"""
