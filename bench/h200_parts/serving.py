@@ -78,7 +78,7 @@ def package_without_tables(folder: Path) -> tuple[Path, list[str]]:
     source = Path(headrace.__file__).parent
     copy = folder / source.name
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    tables = [path for place in MEASURED_IN for path in (copy / place).rglob("*.json")]
+    tables = [path for place in MEASURED_IN for path in (copy / place).rglob("*_tables.json")]
     for path in tables:
         path.unlink()
     return folder, [str(path.relative_to(copy)) for path in tables]

@@ -144,7 +144,7 @@ def round_weights(model: torch.nn.Module, found: Driver) -> list[Tensor]:
 
 PROMPTS = torch.tensor([[5, 9, 33], [2, 71, 64], [90, 1, 17], [44, 3, 8], [60, 12, 77]])
 TEXT = re.compile(r"^(?!.*visi).*layers\.")
-OTHERS = re.compile(r"norm|bias|conv1d|router|mlp\.gate$|\.gate$|shared_expert_gate$")
+OTHERS = re.compile(r"norm|bias|conv1d|router|\.gate$|\.gate\.wg$|shared_expert_gate$")
 
 
 @torch.inference_mode()

@@ -51,7 +51,7 @@ def test_a_whole_answer() -> None:
     assert message["content"] == [{"type": "output_text", "text": "Once", "annotations": [], "logprobs": []}]
     assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "incomplete")
     usage = body["usage"]
-    assert (usage["input_tokens_details"], usage["output_tokens"]) == ({"cached_tokens": 3}, 4)
+    assert (usage["input_tokens_details"], usage["output_tokens"]) == ({"cached_tokens": 3, "cache_write_tokens": 0}, 4)
     assert usage["total_tokens"] == usage["input_tokens"] + 4
 
 
