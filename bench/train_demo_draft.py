@@ -103,8 +103,8 @@ def agreement(theirs: Tensor, ours: Tensor) -> tuple[float, float]:
     return float(same), float(overlap)
 
 
-def distill(model: Any, draft: Any, rows: Tensor, minutes: float, batch: int, peak: float) -> None:
-    """Fit `draft` to the probabilities of `model`, by AdamW with a cosine schedule over a fixed time."""
+def distill(model: Any, draft: Any, rows: Tensor, steps: int, batch: int, peak: float) -> None:
+    """Fit `draft` to the probabilities of `model`, by AdamW with a cosine schedule."""
     hidden, start = hidden_states(model, rows), time.monotonic()
     optimizer = torch.optim.AdamW(draft.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
 
@@ -115,11 +115,11 @@ def distill(model: Any, draft: Any, rows: Tensor, minutes: float, batch: int, pe
 
     def report(step: int) -> None:
         same, overlap = agreement(*both(torch.arange(HELD_OUT)))
-        print(f"step {step}  same token {same:.1%}  overlap {overlap:.1%}", flush=True)
+        seconds = time.monotonic() - start
+        print(f"step {step} of {steps}, {seconds:.0f} s  same token {same:.1%}  overlap {overlap:.1%}", flush=True)
 
-    step, elapsed = 0, 0.0
-    while elapsed < 60 * minutes:
-        warmup, progress = min(1.0, (step + 1) / 50), elapsed / (60 * minutes)
+    for step in range(steps):
+        warmup, progress = min(1.0, (step + 1) / 50), step / steps
         for group in optimizer.param_groups:
             group["lr"] = peak * warmup * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
         wanted, ours = both(torch.randint(HELD_OUT, len(rows), (batch,)))
@@ -131,15 +131,14 @@ def distill(model: Any, draft: Any, rows: Tensor, minutes: float, batch: int, pe
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
             report(step)
-        step, elapsed = step + 1, time.monotonic() - start
-    report(step)
+    report(steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=300_000, help="tokens of the stories")
-    parser.add_argument("--minutes", type=float, default=12.0, help="training time")
+    parser.add_argument("--steps", type=int, default=96, help="training steps")
     parser.add_argument("--batch", type=int, default=8, help=f"rows of {CONTEXT} tokens")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -151,7 +150,7 @@ def main() -> None:
     rows = write_corpus(model, args.tokens, args.seed)
     draft = first_layer(model)
     print(f"parameters: {sum(one.numel() for one in draft.parameters()):,}")
-    distill(model, draft, rows, args.minutes, args.batch, args.rate)
+    distill(model, draft, rows, args.steps, args.batch, args.rate)
     args.output.mkdir(parents=True, exist_ok=True)
     draft.to(torch.bfloat16).save_pretrained(args.output, safe_serialization=True)
     (args.output / "generation_config.json").unlink(missing_ok=True)
