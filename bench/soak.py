@@ -197,7 +197,8 @@ async def flood(target: Target, rate: float, seconds: float, seed: int, tally: T
 
 
 def ask_health(url: str, stop: Any, found: Any) -> None:
-    """Ask /health once a second until `stop`; send the SLOWEST answers (seconds, when) and a first problem to `found`.
+    """Ask /health once a second until `stop`; send None to `found` when it begins, and at the end the SLOWEST answers
+    (seconds, when) and a first problem.
 
     It runs in a process of its own, so that nothing but the server can make an answer late.
     """
@@ -205,6 +206,7 @@ def ask_health(url: str, stop: Any, found: Any) -> None:
     answers: list[tuple[float, float]] = []
     red = ""
     with httpx.Client(base_url=url, timeout=60, verify=False) as client:
+        found.send(None)
         while not stop.wait(1.0):
             began = time.monotonic()
             try:
@@ -290,6 +292,9 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
     stop, (found, finds) = spawn.Event(), spawn.Pipe(duplex=False)
     asker = spawn.Process(target=ask_health, args=(target.url, stop, finds), daemon=True)
     asker.start()
+    if not found.poll(70):
+        raise SystemExit("the process that asks /health does not begin")
+    found.recv()
     asyncio.run(flood(target, rate, seconds, seed, tally, watch))
     stop.set()
     if not found.poll(70):
