@@ -39,13 +39,7 @@ class CoreProcesses:
         self._open: list[set[str]] = [set() for _ in facts]
         speed = Speed()
         self._loads = [
-            EngineLoad(
-                speed,
-                each.workers[0].layout.tokens_in(each.num_pages, each.config.max_model_len or 1),
-                each.config.max_num_seqs or 1,
-                self._open[index].__len__,
-            )
-            for index, each in enumerate(facts)
+            EngineLoad.of(each, speed, opened.__len__) for each, opened in zip(facts, self._open, strict=True)
         ]
 
     async def _start(self, config: EngineConfig, folder: Path, executor: str | None) -> list[CoreFacts]:

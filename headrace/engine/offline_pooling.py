@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.engine.pooling import Pair, PoolingInputs, Text, cosine, numbers, paired
+from headrace.engine.pooling import PoolingInputs, Text, numbers, paired, plan_scores
 from headrace.errors import RequestError
 from headrace.pooling import (
     ClassificationOutput,
@@ -75,14 +75,12 @@ def score(
         use_activation=params.use_activation, truncate_prompt_tokens=truncate or params.truncate_prompt_tokens
     )
     settled = params.settled(inputs.pooling)
-    if inputs.pooling.scores_pairs:
-        ids = [inputs.pair_ids(Pair(first[a], second[b]), params) for a, b in pairs]
-        return [_with(one, ScoringOutput(float(one.outputs.data[0]))) for one in _pool(offline, ids, settled)]
-    if inputs.pooling.task != "embed":
+    if inputs.pooling.task != "embed" and not inputs.pooling.scores_pairs:
         raise RequestError("this model has several labels for a text, and no score for a pair", "data_1")
-    made = _pool(offline, [inputs.ids_of(text, params) for text in (*first, *second)], settled)
-    vectors = [one.outputs.data.numpy() for one in made]
-    return [_with(made[len(first) + b], ScoringOutput(cosine(vectors[a], vectors[len(first) + b]))) for a, b in pairs]
+    prompts, scores = plan_scores(inputs, first, second, pairs, params)
+    made = _pool(offline, prompts, settled)
+    found = scores([one.outputs.data.numpy() for one in made])
+    return [_with(one, ScoringOutput(value)) for one, value in zip(made[-len(pairs) :], found, strict=True)]
 
 
 def _pool(offline: Offline, prompts: list[list[int]], settled: Settled) -> list[PoolingRequestOutput[PoolingOutput]]:

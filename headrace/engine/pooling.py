@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class PoolingInputs:
     ) -> list[int]:
         """Return the token ids of one text, with the model's prompt of that name in front; None: its default one."""
         if not isinstance(text, str):
-            return self._checked(self._cut(text, params, 0))
+            return self._checked(self._cut(text, params, False))
         name = self.pooling.default_prompt if prompt_name is None else prompt_name
         if name:
             prompts = dict(self.pooling.prompts)
@@ -62,14 +62,14 @@ class PoolingInputs:
                 raise RequestError(f"prompt_name {quoted(name)} is not one of the model's: {known}", "prompt_name")
             text = prompts[name] + text
         ids = self._encoded(text, params, add_special_tokens)
-        return self._checked(self._cut(ids, params, self._tail() if add_special_tokens else 0))
+        return self._checked(self._cut(ids, params, add_special_tokens))
 
     def pair_ids(self, pair: Pair, params: PoolingParams, instruction: str | None = None) -> list[int]:
         """Return the token ids of a pair as the model reads it. What is cut is of the document."""
         tokenizer = self._need_tokenizer()
         if self._templated or self.pooling.token_pair is not None:
             text = self._written(pair, instruction)
-            return self._checked(self._cut(self._encoded(text, params, False), params, self._tail()))
+            return self._checked(self._cut(self._encoded(text, params, False), params, True))
         if params.truncate_prompt_tokens is None:  # which refuses what is much too long before it is tokenized
             self._inputs.tokenize(pair.query, False), self._inputs.tokenize(pair.document, False)
         document = self._beginning(pair.document, params)
@@ -82,7 +82,7 @@ class PoolingInputs:
             ids = [
                 token + self._inputs.limits.vocab_size * of for token, of in zip(ids, encoding.type_ids, strict=True)
             ]
-        return self._checked(self._cut(ids, params, self._tail()))
+        return self._checked(self._cut(ids, params, True))
 
     def _encoded(self, text: str, params: PoolingParams, add_special_tokens: bool) -> list[int]:
         if params.truncate_prompt_tokens is None:
@@ -122,7 +122,8 @@ class PoolingInputs:
         mask = backend.encode("a").special_tokens_mask
         return next((count for count, special in enumerate(reversed(mask)) if not special), 0)
 
-    def _cut(self, ids: list[int], params: PoolingParams, tail: int) -> list[int]:
+    def _cut(self, ids: list[int], params: PoolingParams, keeps_tail: bool) -> list[int]:
+        """Return what `params` leaves of a text's ids; `keeps_tail`: with the special tokens that end every text."""
         most = params.truncate_prompt_tokens
         if most is None or not isinstance(ids, list):
             return ids
@@ -135,7 +136,7 @@ class PoolingInputs:
         most = longest if most == -1 else most
         if len(ids) <= most:
             return ids
-        kept = min(tail, most)
+        kept = min(self._tail(), most) if keeps_tail else 0
         return ids[: most - kept] + ids[len(ids) - kept :]
 
     def _checked(self, ids: list[int]) -> list[int]:
@@ -182,6 +183,19 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     """Return the cosine of the angle between two vectors; 0 where one has no length."""
     lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(one @ other) / lengths if lengths else 0.0
+
+
+def plan_scores(
+    inputs: PoolingInputs, first: Sequence[str], second: Sequence[str], pairs: Sequence[tuple[int, int]],
+    params: PoolingParams, instruction: str | None = None,
+) -> tuple[list[list[int]], Callable[[Sequence[np.ndarray]], list[float]]]:  # fmt: skip
+    """Return the prompts that score pairs of texts, and what makes the pairs' scores of their rows of numbers. Each
+    pair is a prompt where the model reads pairs, else each text is one and a score is the cosine of two vectors."""
+    if inputs.pooling.scores_pairs:
+        prompts = [inputs.pair_ids(Pair(first[a], second[b]), params, instruction) for a, b in pairs]
+        return prompts, lambda rows: [float(row[0]) for row in rows]
+    prompts = [inputs.ids_of(text, params) for text in (*first, *second)]
+    return prompts, lambda rows: [cosine(rows[a], rows[len(first) + b]) for a, b in pairs]
 
 
 def paired(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[int, int]]:

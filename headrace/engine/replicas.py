@@ -107,9 +107,7 @@ class Replicas:
         return len(self._all) == 1
 
     def _load(self, outputs: OutputProcessor, facts: CoreFacts) -> EngineLoad:
-        layout, config = facts.workers[0].layout, facts.config
-        tokens = layout.tokens_in(facts.num_pages, config.max_model_len or 1)
-        return EngineLoad(self._speed, tokens, config.max_num_seqs or 1, lambda: outputs.num_choices)
+        return EngineLoad.of(facts, self._speed, lambda: outputs.num_choices)
 
     def send(
         self, name: str, requests: list[EngineCoreRequest], params: SamplingParams, kind: OutputKind,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from headrace.engine.messages import CoreFacts
 from headrace.request import EngineCoreOutput, SchedulerStats
 
 CHUNK = 64
@@ -109,6 +110,12 @@ class EngineLoad:
     _finishes_at: float = 0.0
     _cached: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Keys of the chunks that it has computed, the longest unused first."""
+
+    @staticmethod
+    def of(facts: CoreFacts, speed: Speed, num_open: Callable[[], int]) -> EngineLoad:
+        """Return the load of an engine that has just started."""
+        layout, longest = facts.workers[0].layout, facts.config.max_model_len or 1
+        return EngineLoad(speed, layout.tokens_in(facts.num_pages, longest), facts.config.max_num_seqs or 1, num_open)
 
     def cached_tokens(self, keys: Sequence[bytes]) -> int:
         """Return how many tokens of a prompt's beginning it is thought to have cached."""

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 from starlette.requests import Request
 
-from headrace.engine.pooling import POOLED, Pair, PoolingInputs, cosine, need_pooling, numbers, paired
+from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling, numbers, paired, plan_scores
 from headrace.errors import RequestError, quoted
 from headrace.pooling import Pooling, PoolingParams, Settled
 from headrace.request import RequestOutput
@@ -106,14 +106,7 @@ async def answer_embedding(serving: Serving, http: Request) -> GenerationRespons
 
     def plan(request: EmbeddingRequest, inputs: PoolingInputs) -> Batch:
         _need_task(inputs.pooling, "embed", "embeddings")
-        encode = _encoding(request)
-        params = _params(request, task="embed", dimensions=request.dimensions)
-        return Batch(
-            _texts(request, inputs, params), params.settled(inputs.pooling),
-            lambda made: EmbeddingList(
-                data=[Embedding(place, encode(row)) for place, row in enumerate(made.rows)], **made.head
-            ),
-        )  # fmt: skip
+        return _encoded(request, inputs, "embed", EmbeddingList, Embedding)
 
     return await _answer(serving, http, EmbeddingRequest, plan, "embd")
 
@@ -122,15 +115,8 @@ async def answer_pooling(serving: Serving, http: Request) -> GenerationResponse:
     """Return what the model makes of texts, or of their tokens, in vLLM's shape."""
 
     def plan(request: PoolingRequest, inputs: PoolingInputs) -> Batch:
-        encode = _encoding(request)
         usual = "token_embed" if inputs.pooling.task == "embed" else inputs.pooling.task
-        params = _params(request, task=request.task or usual, dimensions=request.dimensions)
-        return Batch(
-            _texts(request, inputs, params), params.settled(inputs.pooling),
-            lambda made: PoolingList(
-                data=[PooledData(place, encode(row)) for place, row in enumerate(made.rows)], **made.head
-            ),
-        )  # fmt: skip
+        return _encoded(request, inputs, request.task or usual, PoolingList, PooledData)
 
     return await _answer(serving, http, PoolingRequest, plan, "pool")
 
@@ -195,30 +181,33 @@ async def answer_rerank(serving: Serving, http: Request) -> GenerationResponse:
     return await _answer(serving, http, RerankRequest, plan, "rerank")
 
 
+def _encoded(
+    request: EmbeddingRequest, inputs: PoolingInputs, task: str, answer: type[Struct], entry: type[Struct]
+) -> Batch:
+    """Return the prompts of texts whose rows of numbers are written as the request wants them: an `answer` with an
+    `entry` for each."""
+    encode, params = _encoding(request), _params(request, task=task, dimensions=request.dimensions)
+
+    def write(made: Made) -> Struct:
+        return answer(data=[entry(place, encode(row)) for place, row in enumerate(made.rows)], **made.head)
+
+    return Batch(_texts(request, inputs, params), params.settled(inputs.pooling), write)
+
+
 def _scored(
     request: ScoreRequest | RerankRequest, inputs: PoolingInputs, first: list[str], second: list[str],
     pairs: list[tuple[int, int]], answer: Callable[[Made, list[float]], Struct],
 ) -> Batch:  # fmt: skip
-    """Return the prompts of pairs: each is one where the model reads pairs, else each text is one."""
+    """Return what scores pairs. Raises RequestError where the model does not."""
     pooling = inputs.pooling
-    if pooling.scores_pairs:
-        params = _params(request, task="classify")
-        prompts = [inputs.pair_ids(Pair(first[a], second[b]), params, request.instruction) for a, b in pairs]
-        return Batch(
-            prompts, params.settled(pooling), lambda made: answer(made, [float(row[0]) for row in made.rows])
-        )  # fmt: skip
-    if pooling.task != "embed":
+    if pooling.task != "embed" and not pooling.scores_pairs:
         raise RequestError(
             f"this model has {len(pooling.labels)} labels for a text, and no score for a pair; /classify has them",
             "model",
         )
-    params = _params(request, task="embed")
-    prompts = [inputs.ids_of(text, params) for text in (*first, *second)]
-
-    def cosines(made: Made) -> Struct:
-        return answer(made, [cosine(made.rows[a], made.rows[len(first) + b]) for a, b in pairs])
-
-    return Batch(prompts, params.settled(pooling), cosines)
+    params = _params(request, task=pooling.task)
+    prompts, scores = plan_scores(inputs, first, second, pairs, params, request.instruction)
+    return Batch(prompts, params.settled(pooling), lambda made: answer(made, scores(made.rows)))
 
 
 async def _answer(
