@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.planner.chips import Chip
@@ -26,6 +26,12 @@ class Deployment:
     """headrace or vllm: whose efficiencies count"""
     draft: ModelShape | None = None
     """the model that guesses tokens beside it, if there is one"""
+
+    @property
+    def of_draft(self) -> Deployment | None:
+        """Return the model that guesses tokens, alone on the same GPUs; None: there is none."""
+        draft = self.draft
+        return None if draft is None else replace(self, shape=draft, weight_format=draft.weight_format, draft=None)
 
     @property
     def holds_on(self) -> Chip | None:

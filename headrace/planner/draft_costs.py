@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from headrace.graph_sizes import capture_sizes
-from headrace.planner.cost import StepModel, StepWork, step_model
+from headrace.planner.cost import StepWork, step_model
 from headrace.planner.deployment import Deployment
 
 LOOK_UP_SECONDS = 20e-6
@@ -27,10 +27,8 @@ class DraftCosts:
     def __init__(self, deployment: Deployment) -> None:
         """`deployment`: that of the model, with `draft` if a model guesses."""
         self._model = step_model(replace(deployment, draft=None))
-        self._draft: StepModel | None = None
-        if (draft := deployment.draft) is not None:
-            alone = replace(deployment, shape=draft, weight_format=draft.weight_format, draft=None)
-            self._draft = step_model(alone)
+        draft = deployment.of_draft
+        self._draft = None if draft is None else step_model(draft)
         self._known: dict[tuple[int, int, int], float] = {}
 
     def __call__(self, requests: int, context: float, length: int, lag: int = 0) -> float:

@@ -173,7 +173,7 @@ def _map_of_stage(
     on_cpu = chip.vendor == "cpu"
     spec = stage.of(shape.spec)
     weights = _weights(deployment, spec, speculates)
-    draft, most_drafts = _draft_alone(deployment), max(decode_lens) - 1
+    draft, most_drafts = deployment.of_draft, max(decode_lens) - 1
     cached, of_stage = shape.spec, stage
     if draft is not None:  # its layers are behind the model's own, on the last stage
         layers = draft.shape.spec.layers
@@ -224,12 +224,6 @@ def _map_of_stage(
         longest=longest,
         missing=max(0, needed - (left if left < 0 else pool)),
     )
-
-
-def _draft_alone(deployment: Deployment) -> Deployment | None:
-    """The model that guesses tokens, on the same GPUs; None: there is none."""
-    draft = deployment.draft
-    return None if draft is None else replace(deployment, shape=draft, weight_format=draft.weight_format, draft=None)
 
 
 def _weights(deployment: Deployment, spec: ModelSpec, speculates: bool) -> dict[str, int]:
