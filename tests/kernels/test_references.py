@@ -152,5 +152,6 @@ def test_a_gated_delta_net_computes_what_hugging_face_does(in_turn):
             )
             more = KERNELS.gated_delta_scan(*step, 0, None, in_turn) if end < 150 else KERNELS.gated_delta_step(*step)
             found.append(more)
-        torch.testing.assert_close(torch.cat(found), theirs(x[None])[0], rtol=1e-4, atol=1e-5)
+        # 150 tokens of sums, then a norm that divides by what may be small: 3.2e-5 is the most of 200 draws
+        torch.testing.assert_close(torch.cat(found), theirs(x[None])[0], rtol=1e-4, atol=2e-4)
     assert states[:2].isnan().all()
