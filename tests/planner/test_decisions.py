@@ -193,9 +193,24 @@ def test_experts_that_see_few_tokens_raise_the_token_budget(top_k: int, device: 
     assert config.max_num_batched_tokens == budget
 
 
-def test_many_sequences_raise_the_token_budget() -> None:
-    config, _ = decide_before_load(EngineConfig(max_num_seqs=5000), MODEL, "cpu")
-    assert config.max_num_batched_tokens == 5000
+GUESSES = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(("guesses", "tokens", "each"), [({}, 5000, "a token"), (GUESSES, 20_000, "4 tokens")])
+def test_many_sequences_raise_the_token_budget(guesses: dict[str, object], tokens: int, each: str) -> None:
+    config, decisions = decide_before_load(EngineConfig(max_num_seqs=5000, speculative_config=guesses), MODEL, "cpu")
+    assert config.max_num_batched_tokens == tokens
+    (reason,) = [decision.reason for decision in decisions if decision.field == "max_num_batched_tokens"]
+    assert reason == f"every running request gets {each} in every step"
+    _, decisions = decide_before_load(EngineConfig(max_num_seqs=2048), MODEL, "cpu")
+    assert "bounds a step on CPU" in [decision.reason for decision in decisions], "which has room for them anyway"
+
+
+def test_sequences_with_guesses_may_fill_a_step_and_no_more() -> None:
+    given = {"speculative_config": GUESSES, "max_num_batched_tokens": 64}
+    assert decide_before_load(EngineConfig(max_num_seqs=16, **given), MODEL, "cpu")[0].max_num_seqs == 16
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(17\) must be at most 16: .* gets 4 tokens"):
+        decide_before_load(EngineConfig(max_num_seqs=17, **given), MODEL, "cpu")
 
 
 def test_without_chunked_prefill_a_whole_prompt_fits_into_a_step() -> None:
@@ -264,9 +279,13 @@ def test_too_little_memory_says_what_would_fit() -> None:
         decide_num_pages(resolved(), [facts(10_000)])
 
 
-def test_no_room_at_all_says_how_much_is_missing() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"2.00 GiB are missing.*--gpu-memory-utilization \(it is 0.9\)"):
-        decide_num_pages(resolved(), [facts(50_000), facts(-(2 << 30))])
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("cuda", r"2.00 GiB are missing.*--gpu-memory-utilization \(it is 0.9\)"), ("cpu", "raise --cpu-kv-cache-gib or")],
+)
+def test_no_room_at_all_says_how_much_is_missing_and_what_gives_more(device: str, said: str) -> None:
+    with pytest.raises(OutOfMemoryError, match=said):
+        decide_num_pages(resolved(), [facts(50_000, device), facts(-(2 << 30), device)])
 
 
 def test_an_override_is_taken_as_it_is() -> None:

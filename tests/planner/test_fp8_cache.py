@@ -9,7 +9,7 @@ import pytest
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.planner.fp8_cache import MOST_FOR_THROUGHPUT, describe_lossy_cache, settled_cache
+from headrace.planner.fp8_cache import MOST_FOR_THROUGHPUT, cached_bytes, describe_lossy_cache, settled_cache
 from headrace.step import WorkerFacts
 
 CONFIG = EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
@@ -22,6 +22,11 @@ def ranks(*errors: float, remedy: str = "") -> list[WorkerFacts]:
         )
         for error in errors
     ]
+
+
+def test_a_cached_number_takes_the_bytes_of_its_type() -> None:
+    sizes = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+    assert {name: cached_bytes(name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize("asked", [True, False])

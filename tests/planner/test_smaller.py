@@ -81,6 +81,8 @@ def test_graphs_go_where_a_smaller_step_alone_is_not_enough() -> None:
     assert config.compilation_config["cudagraph_mode"] == "NONE"
     assert str(decision).startswith("cudagraph_mode = NONE: room for the KV cache, which graphs would take")
     assert smaller_plan(config, given, tight) is None
+    just_short = [msgspec.structs.replace(tight[0], graph_bytes=16 * BLOCK)]
+    assert smaller_plan(*resolved(), just_short) is None, "all of both would be gone, and nothing left of the step"
     for asked in ({"cudagraph_mode": "FULL"}, {"full_cuda_graph": True}):
         assert smaller_plan(*resolved(compilation_config=asked), tight) is None
 
@@ -108,7 +110,8 @@ def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None
     assert smaller[0].max_model_len == 512
     assert smaller[0].max_num_batched_tokens == 4096
     assert "room for the KV cache" in smaller[1][0].reason
-    assert smaller_plan(config, given, [facts(20 * BLOCK, step=5 * BLOCK)]) is None, "decide_num_pages says what fits"
+    for step in (5 * BLOCK, 12 * BLOCK):  # of the 12 blocks that are missing
+        assert smaller_plan(config, given, [facts(20 * BLOCK, step=step)]) is None, "decide_num_pages says what fits"
     assert smaller_plan(config, given, [facts(-(10**9), step=BLOCK)]) is None
 
 
@@ -122,6 +125,7 @@ def test_a_cache_that_did_not_fit() -> None:
     assert blocks == 70
     assert str(decision) == f"num_gpu_blocks = 70: 100 did not fit: {SAID} (instead of 100)"
     assert fewer_pages(config, 100, [facts(10**6, shortfall=SAID)])[0] == 93, "whatever is reported, it ends"
+    assert fewer_pages(config, 100, [facts(32 * BLOCK, shortfall=SAID)])[0] == 32, "one longest sequence is enough"
     with pytest.raises(OutOfMemoryError, match=r"room for 320 tokens, fewer than max_model_len \(512\): CUDA out of"):
         fewer_pages(config, 100, [facts(20 * BLOCK, shortfall=SAID)])
 
