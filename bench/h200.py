@@ -52,13 +52,14 @@ from pathlib import Path
 
 from h200_parts.models import MODELS
 from h200_parts.report import Record, case_lines, merge, read_runs, table, whole_report
-from h200_parts.rows import PREFILL, THROUGHPUT
+from h200_parts.rows import SPECS
 from h200_parts.run import Run
 from h200_parts.settings import Settings
 
+PARTS_OF_ROWS = {spec.part for spec in SPECS.values()}
 ENGINE_PARTS = {
     **{name: name for name in MODELS},
-    **{f"throughput-{name}": name for name in MODELS if any(name in rates for rates in THROUGHPUT.values())},
+    **{f"throughput-{name}": name for name in MODELS if f"throughput-{name}" in PARTS_OF_ROWS},
     "idle": "bf16",
     **{f"profile-{name}": name for name in MODELS if name != "bf16"},
     "drafts": "bf16",
@@ -84,7 +85,7 @@ NEED_A_GPU = ("memory", "two-instances")
 """cases of which --smoke can run nothing"""
 PARTS = (*FIGURES, *CASES)
 KINDS = {
-    "formats": tuple(name for name, model in MODELS.items() if model.quantization or model.checkpoint),
+    "formats": tuple(name for name, model in MODELS.items() if model.quantization or model.format),
     "gpt-oss": ("start-gpt-oss-20b", *(part for part, model in ENGINE_PARTS.items() if model.startswith("gpt-oss"))),
     "cases": tuple(CASES),
 }
@@ -158,7 +159,7 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
         for run.part in parts:
             if run.part in MODELS:
                 decode_rows(bench)
-                if run.part in PREFILL:
+                if f"prefill/{run.part}/1x2048" in SPECS:
                     prefill_rows(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)

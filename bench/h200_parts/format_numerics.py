@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h200_parts import models
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
-from h200_parts.models import AWQ, BLOCKS, GPTQ, INT8, NVFP4, compressed, floats, integers
+from h200_parts.models import FORMATS
 from h200_parts.numerics import PLAIN, compare
 from h200_parts.run import Run
 from headrace.config import EngineConfig
@@ -63,41 +63,18 @@ SMALL = {
 }  # fmt: skip
 TOY = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
 EXPERTS = {"moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 4}
-MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
-FP8 = compressed("float-quantized", floats("channel"), floats("token", dynamic=True))
-MXFP4_WEIGHT = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-DENSE: dict[str, dict[str, Any]] = {
-    "awq": AWQ,
-    "gptq": GPTQ,
-    "gptq-desc-act": GPTQ | {"desc_act": True},
-    "gptq-3bit": GPTQ | {"bits": 3},
-    "gptq-8bit": GPTQ | {"bits": 8},
-    "w4a16-32": compressed("pack-quantized", integers(4, "group", 32)),
-    "w4a16-actorder": compressed("pack-quantized", integers(4, "group", GROUP, actorder="group")),
-    "w8a16": models.W8A16,
-    "int8": INT8,
-    "int8-static": compressed("int-quantized", integers(8, "tensor"), integers(8, "tensor")),
-    "fp8": FP8,
-    "fp8-static": models.STATIC_FP8,
-    "fp8-block": BLOCKS,
-    "mxfp8": MODELOPT | {"quant_algo": "MXFP8"},
-    "modelopt-awq": MODELOPT | {"quant_algo": "W4A16_AWQ", "group_size": GROUP},
-    "modelopt-w8a16": MODELOPT | {"quant_algo": "W8A16"},
-    "nvfp4": NVFP4,
-    "modelopt-nvfp4": MODELOPT | {"quant_algo": "NVFP4"},
-    "mxfp4": compressed("mxfp4-pack-quantized", MXFP4_WEIGHT),
-}
-"""name -> quantization_config of a Llama's linears"""
-SPARSE = {"awq": AWQ, "w4a16": models.W4A16, "int8": INT8, "fp8": FP8, "fp8-block": BLOCKS, "nvfp4": NVFP4}
-"""name -> quantization_config of a Qwen3-MoE's linears and experts"""
+DENSE = tuple(name for name in FORMATS if name != "w4a16")
+"""formats of a Llama's linears; W4A16 has two other sizes of groups among them"""
+SPARSE = ("awq", "w4a16", "int8", "fp8", "fp8-block", "nvfp4")
+"""formats of a Qwen3-MoE's linears and experts"""
 
 
 def configs(toy: bool) -> dict[str, dict[str, Any]]:
     """Return config.json of each model."""
     small = SMALL | (TOY if toy else {})
-    found = {name: models.LLAMA_8B | small | {"quantization_config": held} for name, held in DENSE.items()}
+    found = {name: models.LLAMA_8B | small | {"quantization_config": FORMATS[name]} for name in DENSE}
     sparse = models.QWEN3_30B_A3B | small | EXPERTS | ({"moe_intermediate_size": 256} if toy else {})
-    found |= {f"experts-{name}": sparse | {"quantization_config": held} for name, held in SPARSE.items()}
+    found |= {f"experts-{name}": sparse | {"quantization_config": FORMATS[name]} for name in SPARSE}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * (small["num_hidden_layers"] // 2)}
     scaling = {"rope_scaling": models.GPT_OSS_20B["rope_scaling"], "num_local_experts": 4, "num_experts_per_tok": 4}
     return found | {"gpt-oss": models.GPT_OSS_20B | small | scaling | kinds}

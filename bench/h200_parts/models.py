@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from h200_parts.bounds import Cost
 from headrace.planner.catalogue import catalogue
@@ -37,55 +41,32 @@ TOY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 BATCHES = (1, 8, 32, 128)
 
 
-def compressed(format: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the quantization_config that compressed-tensors writes for all linears but the head."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    }  # fmt: skip
-
-
-def integers(bits: int, strategy: str, group_size: int | None = None, **more: Any) -> dict[str, Any]:
-    """Return what compressed-tensors says of weights or activations in symmetric integers."""
-    return {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group_size,
-        "dynamic": False, **more,
-    }  # fmt: skip
-
-
-def floats(strategy: str, dynamic: bool = False) -> dict[str, Any]:
-    """Return what compressed-tensors says of weights or activations in fp8."""
-    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-STATIC_FP8 = compressed("float-quantized", floats("tensor"), floats("tensor"))
-INT8 = compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True))
-W4A16 = compressed("pack-quantized", integers(4, "group", 128))
-W8A16 = compressed("pack-quantized", integers(8, "channel"))
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-NVFP4_TENSOR = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-NVFP4 = compressed("nvfp4-pack-quantized", NVFP4_TENSOR)
+BASES = {
+    "llama-3.1-8b": LLAMA_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B,
+}  # fmt: skip
+FORMATS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("formats.json").read_text())
+"""name of a checkpoint's format -> its quantization_config"""
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Names a model and the format of its linear layers: one that it is rounded to at load, or the checkpoint's."""
+    """Names a model and the format of its linear layers, a row of models.json."""
 
     name: str
     title: str
-    config: dict[str, Any]
+    base: str
+    """of BASES"""
     quantization: str | None = None
-    checkpoint: dict[str, Any] | None = None
-    """quantization_config, where it is not part of `config`"""
+    """what weights are rounded to at load"""
+    format: str | None = None
+    """of FORMATS: how the checkpoint holds weights, where `base` does not say it"""
     batches: tuple[int, ...] = BATCHES
     """of which a decode step is measured"""
 
     def shape(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json."""
-        config = self.config | ({"quantization_config": self.checkpoint} if self.checkpoint else {})
+        config = BASES[self.base] | ({"quantization_config": FORMATS[self.format]} if self.format else {})
         if not toy:
             return config
         counts = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config}
@@ -104,29 +85,7 @@ class BenchModel:
         return Cost.of(spec, dense, experts)
 
 
-LISTED = (
-    BenchModel("bf16", "Llama-3.1-8B bf16", LLAMA_8B),
-    BenchModel("fp8", "Llama-3.1-8B fp8", LLAMA_8B, quantization="fp8"),
-    BenchModel("moe", "Qwen3-30B-A3B bf16", QWEN3_30B_A3B),
-    BenchModel("moe-fp8", "Qwen3-30B-A3B fp8", QWEN3_30B_A3B, quantization="fp8"),
-    BenchModel("awq", "Llama-3.1-8B AWQ, group 128", LLAMA_8B, checkpoint=AWQ),
-    BenchModel("moe-int4", "Qwen3-30B-A3B W4A16, group 128", QWEN3_30B_A3B, checkpoint=W4A16),
-    BenchModel("fp8-static", "Llama-3.1-8B FP8, static scales", LLAMA_8B, checkpoint=STATIC_FP8),
-    BenchModel("fp8-block", "Llama-3.1-8B FP8, 128 x 128 blocks", LLAMA_8B, checkpoint=BLOCKS),
-    BenchModel("int8", "Llama-3.1-8B W8A8 INT8", LLAMA_8B, checkpoint=INT8, batches=(1,)),
-    BenchModel("v2-lite", "DeepSeek-V2-Lite bf16", DEEPSEEK_V2_LITE),
-    BenchModel("gpt-oss-20b", "gpt-oss-20b MXFP4", GPT_OSS_20B),
-    BenchModel("gpt-oss-120b", "gpt-oss-120b MXFP4", GPT_OSS_120B, batches=(1, 32)),
-    *(
-        BenchModel(name, f"Llama-3.1-8B {title}", LLAMA_8B, checkpoint=held, batches=(1,))
-        for name, title, held in (
-            ("gptq", "GPTQ, group 128", GPTQ),
-            ("gptq-8bit", "GPTQ 8 bit", GPTQ | {"bits": 8}),
-            ("gptq-desc-act", "GPTQ desc_act", GPTQ | {"desc_act": True}),
-            ("w4a16", "W4A16, group 128", W4A16),
-            ("w8a16", "W8A16", W8A16),
-            ("nvfp4", "NVFP4", NVFP4),
-        )
-    ),
-)  # fmt: skip
-MODELS = {model.name: model for model in LISTED}
+MODELS = {
+    model.name: model
+    for model in msgspec.json.decode(Path(__file__).with_name("models.json").read_bytes(), type=list[BenchModel])
+}

@@ -18,7 +18,7 @@ import headrace.models.loader as loader
 import headrace.quantization.gpu_linear as gpu_linear
 import headrace.runner.worker as worker
 from h200_parts.engines import greedy_tokens
-from h200_parts.models import GPT_OSS_20B, LLAMA_8B, MODELS, QWEN3_30B_A3B, TOY, TOY_EXPERTS
+from h200_parts.models import FORMATS, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
 from h200_parts.run import Run
 from headrace import LLM
 from headrace.attention.triton_attn import TritonAttention
@@ -128,10 +128,10 @@ def self_check_formats_cases(run: Run) -> None:
     """Do the same with models in formats of a checkpoint."""
     starts = Starts(run)
     few = {"num_hidden_layers": 4}
-    held = {name: MODELS[name].checkpoint for name in ("awq", "nvfp4", "int8", "fp8-block")}
+    held = ("awq", "nvfp4", "int8", "fp8-block")
     paths = {}
-    for name, checkpoint in held.items():
-        config = LLAMA_8B | few | {"quantization_config": checkpoint} | (TOY if run.smoke else {})
+    for name in held:
+        config = LLAMA_8B | few | {"quantization_config": FORMATS[name]} | (TOY if run.smoke else {})
         paths[name] = run.settings.write_config(f"8b4l-{name}", config)
     layers = {"layer_types": ["sliding_attention", "full_attention"] * (1 if run.smoke else 2)}
     toy = TOY | {"num_local_experts": 8, "num_experts_per_tok": 2} if run.smoke else {}
