@@ -1,14 +1,17 @@
-"""Lists sizes on which every kernel of the table is compared with its reference, where no model names any.
+"""Makes the cases on which every kernel of the table is compared with its reference, where no model names any.
 
-Small and odd ones are for Triton's interpreter (tests/kernels/interpreted), large ones for a GPU (check_kernels.py).
+Their sizes are in kernel_sweeps.json: small and odd ones for Triton's interpreter (tests/kernels/interpreted), large
+ones for a GPU (check_kernels.py).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -267,103 +270,36 @@ def _angles(make: Inputs, rotary_dim: int) -> Cases:
     return cases.step_angles(_rope_table(make, 64, rotary_dim), tokens, ROUNDED[make.dtype])
 
 
-_SHAPES = ((2, 4, 8, 16), (1, 3, 20, 40))
-_FULL = ((16, 32, 128, 128), (4, 16, 128, 128), (3, 3, 64, 96))
-_RAGGED = (1, 1, 70, 3), (0, 5, 33, 0)
-_IN_TURN = (1, 3, 2), (0, 2, 7)
-_LONG = (*[1] * 20, 8, 64, 65, 700, 2050, 3), (*range(20), 0, 100, 3, 0, 7, 1000)
-_FEW, _MANY = [(0,), (1,), (7,), (512,), (1300,)], [(1,), (64,), (9001,)]
-_LOGITS = [(1, 128256), (33, 151936), (7, 513)]
-_LAYERS = (
-    (128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1408, True), (5, 3, 72, 40, True),
-    (16, 1, 1280, 2048, True),
-)  # fmt: skip
-SWEEPS: dict[str, Sweep] = {
-    "rms_norm": Sweep(_normed, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 8192), (7, 100), (5, 16384)]),
-    "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
-    "layer_norm": Sweep(_layer_normed, [(3, 48), (1, 129), (0, 16)], [(1, 8192), (33, 12288), (7, 100)]),
-    "add_up": Sweep(_added_up, [(3, 48), (1, 129), (0, 16)], [(1, 5376), (33, 8192), (7, 100)]),
-    "qk_squares": Sweep(_qk_squares, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 48, 8, 128)]),
-    "qk_norm": Sweep(_qk_normed, [(3, 5, 1, 24), (1, 2, 2, 8), (0, 2, 1, 8)], [(33, 40, 8, 128), (1, 64, 8, 128)]),
-    "clip": Sweep(cases.clip, [(3, 40, 0.5), (1, 1100, 2.0), (0, 8, 1.0)], [(33, 12288, 0.7), (1, 100, 8.0)]),
-    "gate_heads": Sweep(
-        cases.gate_heads, [(3, 5, 1, 24), (2, 48, 2, 24), (0, 2, 1, 8)], [(33, 16, 2, 256), (1, 24, 4, 256)]
-    ),
-    "gate_and_mul": Sweep(_activated, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
-    "gate_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
-    "quantize": Sweep(
-        _quantized, [(3, 48), (1, 129), (0, 16), (4, 1)], [(1, 4096), (33, 14336), (5, 28672), (7, 100)]
-    ),
-    "fp8_linear": Sweep(
-        _fp8_linears, [(0, 32, 48), (1, 32, 48), (3, 32, 48), (17, 32, 48)],
-        [(1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 48, 16)],
-    ),
-    "narrow_linear": Sweep(
-        _narrow_linears, [(0, 32, 48), (1, 40, 130), (19, 33, 200)],
-        [(1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 130, 1000)],
-    ),
-    "step_angles": Sweep(_angles, [(8,)], [(128,)]),
-    "rotary_and_cache": Sweep(
-        _rotations,
-        [(6, 2, 8, 8, False, 4), (3, 3, 24, 24, True, 4), (5, 1, 32, 16, True, 4), (4, 2, 10, 4, False, 4),
-         (2, 2, 96, 96, False, 4)],
-        [(32, 8, 128, 128, False, 36), (16, 8, 128, 128, True, 36), (12, 2, 64, 64, False, 36),
-         (8, 4, 8, 8, False, 36), (5, 5, 80, 32, True, 36), (6, 1, 96, 96, False, 36)],
-    ),
-    "latent_rotary_and_cache": Sweep(
-        _latents, [(4, 16, 8, 24, 4), (3, 5, 4, 40, 4), (40, 8, 8, 16, 4)],
-        [(16, 128, 64, 512, 36), (128, 128, 64, 512, 36), (20, 192, 64, 512, 36), (5, 24, 8, 40, 36)],
-    ),
-    "copy_words": Sweep(cases.copy_words, _FEW, _MANY),
-    "scatter_words": Sweep(cases.scatter_words, _FEW, _MANY),
-    "prepare_batch": Sweep(
-        cases.prepare_batch,
-        [(counts, computed, size) for size in (1, 16, 64) for counts, computed in (
-            ((1, 1, 1), (5, 0, 77)), ((1, 5, 2, 140), (0, 31, 16, 89)), ((300,), (3,)))],
-        [((*[1] * 50, *range(3, 300, 15)), tuple(i * 29 for i in range(70)), 16)],
-    ),
-    "settle_lengths": Sweep(cases.settle_lengths, [()], [()]),
-    "commit_tokens": Sweep(cases.commit_tokens, [(0,), (1,), (5,), (200,)], [(1,), (64,), (1000,)]),
-    "propose_ngram": Sweep(
-        cases.propose_ngram, [((), 2), ((1,), 1), ((7, 0, 40, 1), 3), ((1500, 30), 5)],
-        [((8192, 1, 100, 5000), 5), ((131000,), 3), (tuple(range(1, 3000, 29)), 4)],
-    ),
-    "mask_tokens": Sweep(cases.mask_tokens, [(1, 1), (3, 31), (6, 37), (7, 2048), (5, 5001)], _LOGITS),
-    "best_token": Sweep(cases.best_token, [(1, 5), (3, 5), (1, 2048), (3, 5000)], _LOGITS),
-    "gumbel_argmax": Sweep(cases.gumbel_argmax, [(6, 1), (6, 37), (7, 1500)], _LOGITS),
-    "filter_floor": Sweep(
-        cases.filter_floor, [(16, 1), (16, 37), (16, 700), (16, 5000)], [*_LOGITS, (2, 128256), (64, 32000)]
-    ),
-    "logsumexp": Sweep(cases.logsumexp, [(5, 63)], _LOGITS),
-    "fused_moe": Sweep(
-        _layers_of_experts, [(tokens, 6, 1 + tokens % 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17, 18)],
-        [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
-    ),
-    "gated_delta_step": Sweep(
-        _recurrent, [(*shape, (1, 1, 1), (0, 2, 31)) for shape in _SHAPES],
-        [(*shape, (1,) * count, tuple(range(count))) for shape in _FULL for count in (1, 70)],
-    ),
-    "gated_delta_scan": Sweep(
-        _recurrent, [(*_SHAPES[0], *_IN_TURN, 1, True), (*_SHAPES[0], *_RAGGED, 0), (*_SHAPES[1], *_RAGGED, 2)],
-        [(*shape, *_LONG, *scan) for shape in _FULL for scan in ((3, True), (0, False), (20, False))],
-    ),
-    "index_scores": Sweep(
-        cases.index_scores,
-        [(5, 12, (1, 1, 1), (40, 3, 300), 16, 7), (13, 20, (1, 70, 0, 3), (0, 5, 9, 150), 1, 30),
-         (33, 128, (2, 140), (31, 0), 64, 1)],
-        [(64, 128, counts, known, size, 2048) for size in (1, 64) for counts, known in (
-            ((1,) * 8, (0, 2047, 2048, 9000, 70000, 16, 5000, 131071)), ((1, 300, 0, 33), (5000, 9000, 0, 2000)))],
-    ),
-    "top_keys": Sweep(
-        cases.top_keys,
-        [((1, 1, 1), (40, 3, 300), 7), ((1, 70, 0, 3), (0, 5, 9, 150), 30), ((2, 3), (9000, 1), 1)],
-        [(counts, known, 2048) for counts, known in (
-            ((1,) * 8, (0, 2047, 2048, 9000, 70000, 16, 5000, 131071)), ((1, 300, 0, 33), (5000, 9000, 0, 2000)))],
-    ),
-    "widen_tiled": Sweep(
-        _tiled, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]
-    ),
-}  # fmt: skip
+def _sizes(given: Any) -> Any:
+    """JSON's lists as tuples."""
+    return tuple(map(_sizes, given)) if isinstance(given, list) else given
+
+
+_CASES: dict[str, Callable[..., Cases]] = {
+    "rms_norm": _normed,
+    "rms_norm_quantized": _normed_fp8,
+    "layer_norm": _layer_normed,
+    "add_up": _added_up,
+    "qk_squares": _qk_squares,
+    "qk_norm": _qk_normed,
+    "gate_and_mul": _activated,
+    "gate_and_mul_quantized": _activated_fp8,
+    "quantize": _quantized,
+    "fp8_linear": _fp8_linears,
+    "narrow_linear": _narrow_linears,
+    "step_angles": _angles,
+    "rotary_and_cache": _rotations,
+    "latent_rotary_and_cache": _latents,
+    "fused_moe": _layers_of_experts,
+    "gated_delta_step": _recurrent,
+    "gated_delta_scan": _recurrent,
+    "widen_tiled": _tiled,
+}
+"""of kernels whose cases need more than cases.py makes of sizes"""
+SWEEPS = {
+    name: Sweep(_CASES.get(name) or getattr(cases, name), _sizes(sizes["small"]), _sizes(sizes["large"]))
+    for name, sizes in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
+}
 """by kernel of the table"""
 
 
