@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok
+from headrace.advice.doctor.finding import Finding, ok
 from headrace.advice.doctor.gpu import GIB, Gpu, Holder, gib, numbers
 from headrace.advice.doctor.survey import Survey
 
@@ -25,6 +25,10 @@ def _few(parts: list[str]) -> str:
 def _named(holder: Holder) -> str:
     name = holder.name.rsplit("/")[-1]
     return f"{name} (pid {holder.pid})" if name else f"pid {holder.pid}"
+
+
+def _indices(gpus: list[Gpu], separator: str = ",") -> str:
+    return separator.join(str(gpu.index) for gpu in gpus)
 
 
 def _boards(survey: Survey) -> list[Gpu]:
@@ -52,21 +56,14 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
         fix = survey.on_host("sudo fuser -v /dev/nvidia*")
     else:
         fix = survey.on_host("rocm-smi --showpids")
-    if any(gpu.memory_used > HELD_SHARE * gpu.memory_total for gpu in held):
-        cost = "The KV cache shrinks by as much: fewer requests run at once, and a large model does not load."
-        yield hurts(_few(parts), cost, fix)
-    else:
-        yield note(_few(parts), "It fits beside a server, which leaves a tenth of the GPU free.", fix)
+    much = any(gpu.memory_used > HELD_SHARE * gpu.memory_total for gpu in held)
+    yield survey.finding("memory-held" if much else "memory-held-little", seen=_few(parts), fix=fix)
 
 
 def check_persistence(survey: Survey) -> Iterator[Finding]:
     off = [gpu for gpu in survey.checked_gpus if gpu.persistence is False]
     if off:
-        yield note(
-            f"persistence mode is off on {numbers(off)}",
-            "The driver unloads with its last client: each start pays seconds, and power limits are forgotten.",
-            survey.on_host("sudo nvidia-smi -pm 1"),
-        )
+        yield survey.finding("persistence-off", gpus=numbers(off))
     elif any(gpu.persistence for gpu in survey.checked_gpus):
         yield ok("persistence mode is on")
 
@@ -74,33 +71,22 @@ def check_persistence(survey: Survey) -> Iterator[Finding]:
 def check_power(survey: Survey) -> Iterator[Finding]:
     known = [gpu for gpu in _boards(survey) if gpu.power_limit and gpu.power_default]
     capped = [gpu for gpu in known if (gpu.power_limit or 0) < CAPPED_SHARE * (gpu.power_default or 0)]
-    for gpu in capped[:1]:
-        limits = {(gpu.power_limit, gpu.power_default) for gpu in capped}
-        low, usual = min(limits)
-        indices = [str(gpu.index) for gpu in capped]
-        if survey.vendor == "nvidia":
-            which = "" if len(capped) == len(survey.gpus) else f" -i {','.join(indices)}"
-            fix = f"sudo nvidia-smi{which} -pl {gpu.power_default:.0f}"
-        else:
-            fix = f"sudo rocm-smi -d {' '.join(indices)} --resetpoweroverdrive"
-        yield hurts(
-            f"power limit of {numbers(capped)} is {low:.0f} W, by default {usual:.0f} W",
-            "Clocks fall under load, most in prefill and large batches.",
-            survey.on_host(fix),
-        )
-    if known and not capped:
+    if capped:
+        low, usual = min((gpu.power_limit, gpu.power_default) for gpu in capped)
+        which = "" if len(capped) == len(survey.gpus) else f" -i {_indices(capped)}"
+        yield survey.finding(
+            "power-capped", gpus=numbers(capped), low=low, usual=usual, first=capped[0].power_default, which=which,
+            indices=_indices(capped, " "),
+        )  # fmt: skip
+    elif known:
         yield ok(f"power limit {known[0].power_limit:.0f} W, the default")
 
 
 def check_heat(survey: Survey) -> Iterator[Finding]:
     slowed = [gpu for gpu in _boards(survey) if gpu.slowed_by]
     if slowed:
-        tool = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE" if survey.vendor == "nvidia" else "rocm-smi --showtemp"
-        yield hurts(
-            _few([f"GPU {gpu.index} holds its clocks down: {', '.join(gpu.slowed_by)}" for gpu in slowed]),
-            "Every step is slower, and of several ranks all wait for the slowest.",
-            f"{tool}  # then mend cooling or power supply",
-        )
+        held = [f"GPU {gpu.index} holds its clocks down: {', '.join(gpu.slowed_by)}" for gpu in slowed]
+        yield survey.finding("clocks-held", seen=_few(held))
     elif survey.checked_gpus:
         yield ok("no GPU holds its clocks down")
 
@@ -109,26 +95,17 @@ def check_faults(survey: Survey) -> Iterator[Finding]:
     faulty = [gpu for gpu in survey.checked_gpus if gpu.faults]
     if faulty:
         fabric = all("fabric" in fault for gpu in faulty for fault in gpu.faults)
-        indices = ",".join(str(gpu.index) for gpu in faulty)
-        fix = "sudo systemctl restart nvidia-fabricmanager" if fabric else f"sudo nvidia-smi -r -i {indices}"
-        yield hurts(
-            _few([f"GPU {gpu.index}: {', '.join(gpu.faults)}" for gpu in faulty]),
-            "GPUs are not reachable until the fabric is up." if fabric else "Kernels may fail, or a start may.",
-            survey.on_host(fix),
-        )
+        seen = _few([f"GPU {gpu.index}: {', '.join(gpu.faults)}" for gpu in faulty])
+        yield survey.finding("fabric-down" if fabric else "faults", seen=seen, indices=_indices(faulty))
     elif survey.vendor == "nvidia" and survey.checked_gpus:
         yield ok("the driver asks for no repair")
 
 
 def check_compute_mode(survey: Survey) -> Iterator[Finding]:
-    for mode, severity, cost in (
-        ("Prohibited", Severity.HURTS, "No process may compute on it."),
-        ("Exclusive_Process", Severity.NOTE, "One process a GPU: a second server beside the first cannot start."),
-    ):
+    for mode, text in (("Prohibited", "compute-prohibited"), ("Exclusive_Process", "compute-exclusive")):
         gpus = [gpu for gpu in survey.checked_gpus if gpu.compute_mode == mode]
         if gpus:
-            fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in gpus)} -c DEFAULT"
-            yield Finding(severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
+            yield survey.finding(text, gpus=numbers(gpus), indices=_indices(gpus))
 
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:
@@ -136,19 +113,11 @@ def check_partitions(survey: Survey) -> Iterator[Finding]:
     split = [gpu for gpu in survey.checked_gpus if gpu.mig or gpu.compute_partition not in ("", "SPX")]
     banks = [gpu for gpu in survey.checked_gpus if gpu.memory_partition not in ("", "NPS1")]
     if empty := [gpu for gpu in split if gpu.mig and not gpu.slices]:
-        yield hurts(
-            f"MIG is on without an instance on {numbers(empty)}",
-            "CUDA finds no device there.",
-            survey.on_host(f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in empty)} -mig 0"),
-        )
+        yield survey.finding("partition-empty", gpus=numbers(empty), indices=_indices(empty))
     elif split:
         yield _split(survey, split)
     if banks and not split:
-        yield note(
-            f"{numbers(banks)}: memory in {banks[0].memory_partition} under one compute partition",
-            "A kernel that reads all of the memory crosses its domains.",
-            survey.on_host("sudo rocm-smi --setmemorypartition NPS1"),
-        )
+        yield survey.finding("partition-banks", gpus=numbers(banks), banks=banks[0].memory_partition)
     modes = {gpu.compute_partition for gpu in survey.checked_gpus} - {""}
     if not split and not banks and (modes or survey.vendor == "nvidia") and survey.checked_gpus:
         yield ok("GPUs are whole" + (f" ({modes.pop()})" if modes else ""))
@@ -161,16 +130,10 @@ def _split(survey: Survey, split: list[Gpu]) -> Finding:
         sizes = sorted({size for gpu in split for size in gpu.slices})
         largest = sizes[-1]
         seen = f"MIG on {numbers(split)}: instances of {', '.join(map(gib, sizes))}"
-        fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in split)} -mig 0"
     else:
         parts = sum(gpu.bus_id == first.bus_id for gpu in survey.gpus)
         largest = first.memory_total // max(parts, 1)
         seen = f"{first.compute_partition} partitions: {len(split)} devices of {gib(largest)}"
-        fix = "sudo rocm-smi --setcomputepartition SPX"
-    cost = "Each device is a piece of a GPU, for one small model each (--tensor-parallel-size 1)."
-    if survey.model_bytes is not None and survey.model_bytes > largest:
-        cost = (
-            f"{gib(survey.model_bytes)} of weights do not fit a piece, and joining pieces is slower than a whole GPU."
-        )
-        return hurts(seen, cost, survey.on_host(fix))
-    return note(seen, cost, survey.on_host(fix))
+    weights = survey.model_bytes or 0
+    text = "partition-too-small" if weights > largest else "partition-split"
+    return survey.finding(text, seen=seen, indices=_indices(split), weights=gib(weights))

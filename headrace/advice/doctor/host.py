@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, hurts, note, ok, unknown
+from headrace.advice.doctor.finding import Finding, Severity, ok, unknown
 from headrace.advice.doctor.gpu import GIB, gib
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import Survey
@@ -40,57 +40,41 @@ def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
     if value == "0" or len(nodes) < 2:
         yield ok("off" if value == "0" else "on, with one NUMA node to balance")
         return
-    seen = f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes"
-    cost = "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes."
-    make = hurts if survey.checked_gpus else note
-    yield make(seen, cost, survey.on_host("sudo sysctl -w kernel.numa_balancing=0"))
+    yield survey.finding("numa-balancing", _of_a_server(survey), value=value, nodes=len(nodes))
+
+
+def _of_a_server(survey: Survey) -> Severity:
+    """What slows requests hurts where there are GPUs; a CPU alone serves few."""
+    return Severity.HURTS if survey.checked_gpus else Severity.NOTE
 
 
 def check_shared_memory(survey: Survey) -> Iterator[Finding]:
     """Check the room that NCCL has to exchange data between processes."""
     disk = survey.machine.space("/dev/shm")
     size = f"/dev/shm has {gib(disk.total)}, {gib(disk.free)} free"
-    fix = "sudo mount -o remount,size=16G /dev/shm"
-    fix = "docker run --ipc=host ...  # or --shm-size=16g" if survey.container else fix
     if disk.free >= LEAST_SHM:
         yield ok(size)
-    elif survey.several:
-        cost = "NCCL's processes meet there: a server with several GPUs fails at start, or hangs."
-        yield hurts(size, cost, fix)
     else:
-        yield note(size, "One rank does without; several would fail.", fix)
+        yield survey.finding("shm-small" if survey.several else "shm-small-for-several", seen=size)
 
 
 def check_limits(survey: Survey) -> Iterator[Finding]:
     """Check what `ulimit` shows: open files, processes, and memory that may be locked."""
     limits = _limits(survey.machine.read("/proc/self/limits"))
-
-    def fix(name: str, shell: str) -> str:
-        return f"docker run --ulimit {name} ..." if survey.container else shell
-
     (files, most_files), (processes, _), (locked, _) = (
         limits.get(f"Max {name}", (None, None)) for name in ("open files", "processes", "locked memory")
     )
     if files is not None and files < LEAST_FILES:
-        cost = "Each open stream is a file: at about as many clients new connections are refused."
-        mend = "ulimit -n 65536"
-        if most_files is not None and most_files < 65536:
-            forever = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
-            mend = fix("nofile=65536", forever)
-        make = hurts if survey.checked_gpus else note
-        yield make(f"{files:,} open files at most", cost, mend, id="open-files")
+        text = "files-few" if most_files is None or most_files >= 65536 else "files-few-at-most"
+        yield survey.finding(text, _of_a_server(survey), id="open-files", count=files)
     else:
         yield ok(_amount(files), id="open-files")
     if processes is not None and processes < LEAST_PROCESSES:
-        seen = f"{processes:,} processes and threads at most"
-        cost = "Libraries start hundreds of threads a rank: a start dies with `can't start new thread`."
-        yield hurts(seen, cost, fix("nproc=65536", "ulimit -u 65536"), id="processes")
+        yield survey.finding("processes-few", id="processes", count=processes)
     else:
         yield ok(_amount(processes), id="processes")
     if locked is not None and survey.machine.names(INFINIBAND):
-        cost = "InfiniBand locks the buffers that it sends from: NCCL between nodes fails or falls back to TCP."
-        seen = f"{gib(locked)} of memory may be locked"
-        yield hurts(seen, cost, fix("memlock=-1", "ulimit -l unlimited"), id="locked-memory")
+        yield survey.finding("locked-little", id="locked-memory", size=gib(locked))
     else:
         seen = "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more"
         yield ok(seen, id="locked-memory")
@@ -117,14 +101,11 @@ def check_governor(survey: Survey) -> Iterator[Finding]:
         return
     driver = machine.read_or(f"{CPU}/cpu0/cpufreq/scaling_driver")
     seen = f"{', '.join(sorted(governors))} ({driver or 'driver unknown'})"
-    fix = survey.on_host("sudo cpupower frequency-set -g performance")
     if governors == {"performance"}:
         yield ok(seen)
-    elif "powersave" in governors and not driver.startswith(("intel_pstate", "amd-pstate")):
-        cost = "It holds cores at their lowest clock: scheduling and kernel launches take longer than the GPU's work."
-        yield hurts(seen, cost, fix)
     else:
-        yield note(seen, "Clocks rise only after load has come: small batches pay in each step.", fix)
+        slowest = "powersave" in governors and not driver.startswith(("intel_pstate", "amd-pstate"))
+        yield survey.finding("governor-slowest" if slowest else "governor-slow", seen=seen)
 
 
 def check_huge_pages(survey: Survey) -> Iterator[Finding]:
@@ -132,9 +113,7 @@ def check_huge_pages(survey: Survey) -> Iterator[Finding]:
     match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
     mode = match[1] if match else "unknown"
     if mode == "never":
-        cost = "Large host buffers live in 4 KiB pages: weights load slower, and a CPU run computes slower."
-        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield note("transparent huge pages are off", cost, survey.on_host(fix))
+        yield survey.finding("pages-small")
     else:
         yield ok(f"transparent huge pages: {mode}")
 
@@ -144,10 +123,8 @@ def check_swap(survey: Survey) -> Iterator[Finding]:
     sizes = _meminfo(survey.machine, "SwapTotal", "SwapFree", "MemAvailable")
     total, used, available = sizes["SwapTotal"], sizes["SwapTotal"] - sizes["SwapFree"], sizes["MemAvailable"]
     if used > GIB:
-        make = hurts if available < 0.05 * sizes.get("MemTotal", 0) else note
-        cost = "What was swapped out comes back in the middle of a request, for as long as a disk takes."
-        seen = f"{gib(used)} swapped out, {gib(available)} available"
-        yield make(seen, cost, survey.on_host("sudo swapoff -a"))
+        severity = Severity.HURTS if available < 0.05 * sizes.get("MemTotal", 0) else Severity.NOTE
+        yield survey.finding("swapped", severity, used=gib(used), available=gib(available))
     else:
         yield ok(f"{gib(used)} of {gib(total)} used" if total else "none")
 
@@ -174,9 +151,8 @@ def check_host_memory(survey: Survey) -> Iterator[Finding]:
         what = "The weights, on the CPU" if survey.model_bytes else "A small model, on the CPU"
     seen = f"{gib(available)} of host memory {whose}"
     if available < needed:
-        cost = f"{what} want {gib(needed)}: the kernel kills a process in the middle of a start."
         fix = "docker run --memory=0 ...  # no limit" if whose != "available" else "ps aux --sort=-rss | head"
-        yield hurts(seen, cost, fix)
+        yield survey.finding("memory-short", seen=seen, what=what, needed=gib(needed), fix=fix)
     else:
         yield ok(seen)
 
@@ -193,12 +169,9 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
     needed = len(survey.checked_gpus) + EXTRA_CORES
     fix = "docker run --cpus=0 ...  # no quota" if quota is not None else "taskset -pc 0-$(($(nproc --all)-1)) $$"
     if cores and survey.checked_gpus and cores < needed:
-        ranks = len(survey.checked_gpus)
-        cost = f"{ranks} ranks, the engine core and the server want {needed}: GPUs wait for the host."
-        yield hurts(seen, cost, fix)
+        yield survey.finding("cores-few", seen=seen, ranks=len(survey.checked_gpus), needed=needed, fix=fix)
     elif throttled > THROTTLED_SHARE:
-        cost = "Each time, all threads stand still for the rest of a period, up to 100 ms."
-        yield note(f"{seen}; used up in {throttled:.0%} of its periods", cost, fix)
+        yield survey.finding("cores-throttled", seen=seen, share=throttled, fix=fix)
     else:
         yield ok(seen)
 

@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok, unknown
+from headrace.advice.doctor.finding import Finding, Severity, ok, unknown
 from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import PCI, Survey
@@ -15,7 +15,6 @@ ACS_CAPABILITY = 0x000D
 ACS_REDIRECT = 0x04 | 0x08
 """Request and completion redirect: peer traffic goes up to the root complex and down again."""
 BRIDGE_CLASS = "0x0604"
-IOMMU_FIX = "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&iommu=pt /' /etc/default/grub && sudo update-grub && sudo reboot"
 
 
 def check_links(survey: Survey) -> Iterator[Finding]:
@@ -28,38 +27,23 @@ def check_links(survey: Survey) -> Iterator[Finding]:
     indices = [gpu.index for gpu in survey.checked_gpus]
     fast = {pair for pair, kind in links.items() if kind.startswith("NV") or kind == "XGMI"}
     kinds = sorted(set(links.values()))
-    tool = "nvidia-smi topo -m" if survey.vendor == "nvidia" else "rocm-smi --showtopo"
     if len(fast) == len(links):
         weak = _weakest(links, indices) if survey.vendor == "nvidia" else None
         if weak is not None:
             own = sorted({kind for (one, _), kind in links.items() if one == weak})
-            yield hurts(
-                f"GPU {weak} reaches the others over {', '.join(own)}, where {kinds[-1]} would be whole",
-                "Links are down, and every all-reduce waits for the slowest GPU.",
-                f"nvidia-smi nvlink -s -i {weak}  # which; then reset the GPU, or call the vendor",
-            )
+            yield survey.finding("links-down", gpu=weak, own=", ".join(own), most=kinds[-1])
         else:
             yield ok(f"{' and '.join(kinds)} between all {len(indices)} GPUs")
         return
     islands = _islands(indices, fast)
     if fast:
         text = " and ".join("{" + ",".join(map(str, island)) + "}" for island in islands)
-        variable = "CUDA_VISIBLE_DEVICES" if survey.vendor == "nvidia" else "HIP_VISIBLE_DEVICES"
         largest: list[int] = max(islands, key=len)
         slow = sorted({kind for pair, kind in links.items() if pair not in fast})
-        yield note(
-            f"fast links join only {text}; between them {', '.join(slow)}",
-            "A tensor-parallel group across islands runs at the speed of PCIe.",
-            f"export {variable}={','.join(map(str, largest))}  # one server for each island",
-        )
-    elif survey.vendor == "amd" and "Instinct MI3" in survey.checked_gpus[0].name:
-        cost = "These GPUs ship fully connected: all-reduces now go over PCIe."
-        yield hurts(f"no Infinity Fabric between GPUs ({', '.join(kinds)})", cost, f"{tool}; dmesg | grep -i xgmi")
+        yield survey.finding("links-islands", islands=text, slow=", ".join(slow), largest=",".join(map(str, largest)))
     else:
-        cost = (
-            "Tensor parallelism's all-reduces go over PCIe, tens of GB/s: prefer one GPU a server where a model fits."
-        )
-        yield note(f"no NVLink or Infinity Fabric between GPUs ({', '.join(kinds)})", cost)
+        lost = survey.vendor == "amd" and "Instinct MI3" in survey.checked_gpus[0].name
+        yield survey.finding("links-lost" if lost else "links-none", kinds=", ".join(kinds))
 
 
 def _weakest(links: dict[tuple[int, int], str], indices: list[int]) -> int | None:
@@ -83,9 +67,7 @@ def check_width(survey: Survey) -> Iterator[Finding]:
     narrow = [gpu for gpu in known if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]]
     if narrow:
         parts = [f"GPU {gpu.index}: x{gpu.link_width[0]} of x{gpu.link_width[1]}" for gpu in narrow if gpu.link_width]
-        tool = f"sudo lspci -vv -s {narrow[0].bus_id} | grep LnkSta"
-        cost = "Weights load, and GPUs without fast links talk, at that share of the speed."
-        yield hurts("; ".join(parts), cost, f"{tool}  # then reseat the card or its riser")
+        yield survey.finding("pcie-narrow", seen="; ".join(parts), bus_id=narrow[0].bus_id)
     elif known and known[0].link_width:
         yield ok(f"PCIe x{known[0].link_width[0]}, all there is")
 
@@ -100,10 +82,7 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
             yield ok("the IOMMU translates, which costs a single GPU little")
             return
         severity = Severity.NOTE if survey.vendor == "nvidia" and survey.fast_links else Severity.HURTS
-        cost = "Peer traffic over PCIe goes through the CPU's IOMMU: slower, and on some servers it hangs."
-        yield Finding(
-            severity, "the IOMMU translates the GPUs' addresses (no iommu=pt)", cost, survey.on_host(IOMMU_FIX)
-        )
+        yield survey.finding("iommu-translates", severity)
     elif modes:
         yield ok(f"the IOMMU passes the GPUs through ({', '.join(sorted(modes))})")
     elif not machine.names("/sys/kernel/iommu_groups"):
@@ -128,13 +107,8 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
     if redirecting:
         severity = Severity.NOTE if survey.fast_links else Severity.HURTS
         traffic = "GPU and network card" if survey.fast_links else "GPUs"
-        fix = f"for b in {' '.join(redirecting)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done"
-        yield Finding(
-            severity,
-            f"ACS redirects peer traffic on {len(redirecting)} PCIe bridge{'s' if len(redirecting) > 1 else ''}",
-            f"What passes between {traffic} over PCIe goes up to the CPU and back.",
-            survey.on_host(fix),
-        )
+        count = f"{len(redirecting)} PCIe bridge{'s' if len(redirecting) > 1 else ''}"
+        yield survey.finding("acs-redirects", severity, bridges=count, traffic=traffic, names=" ".join(redirecting))
     elif not bridges or None in states.values():
         what = "PCIe extended configuration space is for root" if bridges else "no PCIe bridge above the GPUs in sysfs"
         yield unknown(what)
@@ -179,8 +153,7 @@ def check_infiniband(survey: Survey) -> Iterator[Finding]:
             states[f"{device}:{port}"] = state
     down = [name for name, state in states.items() if state != "ACTIVE"]
     if down:
-        cost = "Between nodes NCCL does without them, or falls back to TCP. One node alone is not concerned."
-        yield note(f"{', '.join(down)} not active ({states[down[0]]})", cost, "ibstat")
+        yield survey.finding("infiniband-down", ports=", ".join(down), state=states[down[0]])
     elif states:
         first = next(iter(states))
         device, _, port = first.partition(":")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.advice.doctor.finding import Finding, hurts, note, ok, unknown
+from headrace.advice.doctor.finding import Finding, ok, unknown
 from headrace.advice.doctor.gpu import GIB, gib
 from headrace.advice.doctor.machine import Machine
 from headrace.advice.doctor.survey import Survey
@@ -49,30 +49,22 @@ def check_hub_cache(survey: Survey) -> Iterator[Finding]:
         yield unknown(f"{folder}: free space cannot be read")
         return
     seen = f"{folder}: {gib(free)} free"
-    move = "export HF_HOME=/path/on/a/large/disk"
     if not machine.may_write(place):
-        yield hurts(f"{folder} may not be written", "No model can be fetched from the hub.", move)
+        yield survey.finding("hub-closed", folder=folder)
     elif survey.model_bytes is not None and free < survey.model_bytes:
-        cost = f"{gib(survey.model_bytes)} of weights do not fit, unless they are there already."
-        yield hurts(seen, cost, move)
-    elif survey.model_bytes is None and free < FULL_DISK:
-        yield hurts(seen, "Hardly any model fits.", move)
+        yield survey.finding("hub-too-small", seen=seen, weights=gib(survey.model_bytes))
     elif survey.model_bytes is None and free < SMALL_DISK:
-        yield note(seen, "An 8B model takes 16 GB in bf16, a 70B one 141 GB.", move)
+        yield survey.finding("hub-full" if free < FULL_DISK else "hub-small", seen=seen)
     elif (kind := _filesystem(machine, place)).startswith(NETWORK):
-        cost = "Weights are read over the network at each start: a local disk starts sooner."
-        yield note(f"{seen}, on {kind}", cost, move)
+        yield survey.finding("hub-over-network", seen=seen, kind=kind)
     elif kind == "tmpfs":
-        yield note(f"{seen}, in memory (tmpfs)", "Weights take host memory and go with a reboot.", move)
+        yield survey.finding("hub-in-memory", seen=seen)
     elif kind == "overlay" and survey.container:
-        cost = "What is fetched is lost with the container."
-        fix = f"docker run -v ~/.cache/huggingface:{folder.parent} ..."
-        yield note(f"{seen}, inside the container", cost, fix)
+        yield survey.finding("hub-in-container", seen=seen, parent=folder.parent)
     else:
         yield ok(seen)
     if machine.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
-        cost = "Models that are not in the hub cache cannot be fetched."
-        yield note("HF_HUB_OFFLINE is set", cost, "unset HF_HUB_OFFLINE", id="HF_HUB_OFFLINE")
+        yield survey.finding("hub-offline", id="HF_HUB_OFFLINE")
 
 
 def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
@@ -88,15 +80,14 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
     lost = []
     for id, (folder, variable, cost) in caches.items():
         place, free = _nearest(machine, folder)
-        fix = f"export {variable}=/path/on/a/local/disk"
         if free is None:
             yield unknown(f"{folder}: free space cannot be read", id=id)
         elif not machine.may_write(place):
-            yield hurts(f"{folder} may not be written", cost, fix, id=id)
+            yield survey.finding("kernels-closed", id=id, folder=folder, cost=cost, variable=variable)
         elif free < KERNEL_SPACE:
-            yield hurts(f"{folder}: {gib(free)} free", cost, fix, id=id)
+            yield survey.finding("kernels-full", id=id, folder=folder, free=gib(free), cost=cost, variable=variable)
         elif (kind := _filesystem(machine, place)).startswith(NETWORK):
-            yield note(f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix, id=id)
+            yield survey.finding("kernels-over-network", id=id, folder=folder, kind=kind, variable=variable)
         elif kind == "overlay" and survey.container and survey.checked_gpus:
             lost.append((id, folder))
         else:
@@ -104,8 +95,7 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
     if lost:
         volumes = " ".join(f"-v headrace-{id}:{folder}" for id, folder in lost)
         seen = " and ".join(str(folder) for _, folder in lost)
-        cost = "Each new container compiles its kernels, and measures what it chooses from, once more."
-        yield note(f"{seen}: inside the container", cost, f"docker run {volumes} ...", id=lost[0][0])
+        yield survey.finding("kernels-in-container", id=lost[0][0], seen=seen, volumes=volumes)
 
 
 def _nearest(machine: Machine, folder: Path) -> tuple[Path, int | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from headrace.advice.doctor import amd, nvidia
+from headrace.advice.doctor.finding import TEXTS, Finding, Severity
 from headrace.advice.doctor.gpu import Gpu
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.selection import select
@@ -129,3 +130,12 @@ class Survey:
     def on_host(self, command: str) -> str:
         """Return the command for a setting of kernel or driver, which no container can change."""
         return f"{command}  # on the host" if self.container else command
+
+    def finding(self, text: str, /, severity: Severity | None = None, id: str = "", **words: object) -> Finding:
+        """Return the finding of that name in findings.json, with its `words` filled in for this machine."""
+        row = TEXTS[text]
+        fix = row.fix_amd if row.fix_amd and self.vendor == "amd" else row.fix
+        fix = (row.fix_container if row.fix_container and self.container else fix).format_map(words)
+        if row.on_host:
+            fix = self.on_host(fix)
+        return Finding(severity or row.severity, row.seen.format_map(words), row.cost.format_map(words), fix, id)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.advice.doctor import checkup
-from headrace.advice.doctor.finding import Finding, Severity
+from headrace.advice.doctor.finding import TEXTS, Finding, Severity
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.software import PROBE
 from headrace.advice.doctor.survey import Survey
@@ -84,6 +84,13 @@ def test_odd_and_missing_files_and_outputs(here: MadeUp, vendor: str, text: str 
 
 def failed(here: MadeUp) -> list[Finding]:
     return [finding for finding in here.findings() if "the check failed" in finding.seen]
+
+
+def test_every_text_is_some_checks() -> None:
+    folder = Path(checkup.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    made = {f"driver-{state}-{vendor}" for state in ("silent", "missing") for vendor in ("nvidia", "amd")}
+    assert {name for name in TEXTS if f'"{name}"' in source} | made == set(TEXTS)
 
 
 def test_the_page_names_every_check() -> None:
