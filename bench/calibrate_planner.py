@@ -14,11 +14,12 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import numpy
 
 from headrace.planner.catalogue import find_model
@@ -31,50 +32,29 @@ from headrace.planner.predict import Limits, Workload, predict
 from headrace.planner.simulate import Segment, recost, simulate
 
 MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"
-FITTED_ON = {
-    ("h200", "vllm"): ("h200-vllm",),
-    ("h200", "headrace"): ("h200-headrace",),
-    ("mi300x", "vllm"): ("mi300x-vllm-405b", "mi300x-vllm-70b"),
-}
-"""chip and engine -> the tables whose rows its constants are fitted on"""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Holds what calibration.json says of fits."""
+
+    few_405b: tuple[str, ...]
+    """the rows of the 405B table that the fit for eight MI300X uses"""
+    spreads: Efficiency
+    """how far (a logarithm) each constant is likely to be from where the fit starts"""
+    fitted_on: dict[str, dict[str, tuple[str, ...]]]
+    """chip -> engine -> the tables whose rows its constants are fitted on"""
+    likely: dict[str, dict[str, Efficiency]]
+    """vendor -> engine -> where a fit starts: round figures from the rates of single products, reads and kernels,
+    chosen with the tables in view. From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
+
+
+CALIBRATION = msgspec.json.decode(Path(__file__).with_name("calibration.json").read_bytes(), type=Calibration)
 MODELS = ("8b bf16", "8b fp8", "30b-a3b bf16")
-FEW_405B = ("latency 1 x 128/2048", "latency 8 x 128/2048", "latency 64 x 128/2048", "throughput 1500 x 128/2048",
-            "throughput 500 x 2048/2048")  # fmt: skip
-"""The rows of the 405B table that the fit for eight MI300X uses."""
 ROW_SPREAD = 0.06
 """The error of a prediction (a logarithm) that counts as one standard deviation."""
 OUTLIER = 0.25
 """The error from which on a row weighs less and less: something else was measured there."""
-SPREADS = {
-    "bandwidth": 0.06,
-    "kv_bandwidth": 0.25,
-    "gemm": 0.15,
-    "attention": 0.4,
-    "overlap": 0.3,
-    "kernel": 0.4,
-    "launch": 0.25,
-    "sequence": 0.3,
-    "request": 0.1,
-    "link": 0.3,
-    "collective": 0.4,
-}
-"""How far (a logarithm) each constant is likely to be from where the fit starts."""
-LIKELY = {
-    ("nvidia", "vllm"): Efficiency(
-        bandwidth=0.86, kv_bandwidth=0.80, gemm=0.70, attention=0.40, overlap=1.8, kernel=4e-6, launch=37e-6,
-        sequence=25e-6, request=6.5e-3, link=0.7, collective=12e-6,
-    ),
-    ("nvidia", "headrace"): Efficiency(
-        bandwidth=0.88, kv_bandwidth=0.85, gemm=0.70, attention=0.33, overlap=1.5, kernel=2.2e-6, launch=10e-6,
-        sequence=10e-6, request=1e-3, link=0.7, collective=12e-6,
-    ),
-    ("amd", "vllm"): Efficiency(
-        bandwidth=0.70, kv_bandwidth=0.60, gemm=0.45, attention=0.30, overlap=1.2, kernel=4e-6, launch=20e-6,
-        sequence=28e-6, request=4e-3, link=0.6, collective=14e-6,
-    ),
-}  # fmt: skip
-"""Where a fit starts: round figures from the rates of single products, reads and kernels, chosen with the tables in
-view. From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def likely(deployment: Deployment) -> Efficiency:
     """Return where a fit of that chip and engine starts."""
-    return LIKELY[deployment.chip.vendor, deployment.engine]
+    return CALIBRATION.likely[deployment.chip.vendor][deployment.engine]
 
 
 def condense(segments: Sequence[Segment]) -> list[Segment]:
@@ -176,9 +156,9 @@ def error(row: Row, constants: Efficiency) -> float:
 
 
 def fit(rows: Sequence[Row], start: Efficiency | None = None) -> Efficiency:
-    """Return the constants that explain the rows best, near `start` (default: LIKELY)."""
+    """Return the constants that explain the rows best, near `start` (default: `likely`)."""
     begin = numpy.array(astuple(start or likely(rows[0].deployment)))
-    widths = numpy.array([SPREADS[field.name] for field in fields(Efficiency)])
+    widths = numpy.array(astuple(CALIBRATION.spreads))
     limit = OUTLIER / ROW_SPREAD
 
     def constants(point: numpy.ndarray) -> Efficiency:
@@ -246,7 +226,7 @@ def rows(table: str) -> tuple[Row, ...]:
 
 def published() -> Experiment:
     """Return AMD's rows of Llama-3.1-405B fp8: five are fitted, the others tested."""
-    seen = [row for row in rows("mi300x-vllm-405b") if row.name.partition(", ")[2] in FEW_405B]
+    seen = [row for row in rows("mi300x-vllm-405b") if row.name.partition(", ")[2] in CALIBRATION.few_405b]
     unseen = [row for row in rows("mi300x-vllm-405b") if row not in seen]
     return Experiment("405B fp8, 8 x MI300X: five rows fitted, the others", seen, unseen, 0.10, 0.25)
 
@@ -345,9 +325,10 @@ def h200_table(engine: str) -> list[str]:
 
 
 def print_constants() -> None:
-    for (chip, engine), tables in FITTED_ON.items():
-        constants = rounded(fit([row for table in tables for row in rows(table)]))
-        print(f"{chip}, {engine}: {json.dumps(asdict(constants))}")
+    for chip, engines in CALIBRATION.fitted_on.items():
+        for engine, tables in engines.items():
+            constants = rounded(fit([row for table in tables for row in rows(table)]))
+            print(f"{chip}, {engine}: {json.dumps(asdict(constants))}")
 
 
 def print_tables() -> None:

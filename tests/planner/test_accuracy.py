@@ -63,12 +63,13 @@ def test_other_models_chips_and_versions() -> None:
 @pytest.mark.parametrize(
     ("chip", "engine"),
     [
-        pytest.param(*fitted, marks=[pytest.mark.slow] if fitted == ("mi300x", "vllm") else [])
-        for fitted in calibration.FITTED_ON
+        pytest.param(chip, engine, marks=[pytest.mark.slow] if chip == "mi300x" else [])
+        for chip, engines in calibration.CALIBRATION.fitted_on.items()
+        for engine in engines
     ],
 )
 def test_what_is_shipped_is_the_fit_of_all_rows(chip: str, engine: str) -> None:
-    rows = [row for table in calibration.FITTED_ON[chip, engine] for row in calibration.rows(table)]
+    rows = [row for table in calibration.CALIBRATION.fitted_on[chip][engine] for row in calibration.rows(table)]
     expected, shipped = fit(rows), find_efficiency(find_chip(chip), engine)
     for field in fields(Efficiency):
         assert getattr(shipped, field.name) == pytest.approx(getattr(expected, field.name), rel=0.02), field.name
