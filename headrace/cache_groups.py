@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headrace.model_spec import STATE_BYTES, Attention, LatentAttention, Mixer, ModelSpec
+from headrace.mixers import STATE_BYTES, Attention, LatentAttention, Mixer
+from headrace.model_spec import ModelSpec
 from headrace.stages import WHOLE, Stage
 
 CacheKind = Literal["full", "window", "chunk", "latent", "state"]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import ConfigError
-from headrace.model_spec import LatentAttention, LayerSpec, ModelSpec
+from headrace.mixers import LatentAttention
+from headrace.model_spec import LayerSpec, ModelSpec
 
 _OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _OF_END = re.compile(r"(?:model\.)?(embed_tokens|norm|lm_head)\.")

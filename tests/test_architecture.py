@@ -14,9 +14,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_MODULES = {
-    "config", "model_config", "model_spec", "sampling_params", "structured_params", "request", "errors", "step", "hub",
-    "process", "child", "output", "speculation", "pooling",
-    "graph_sizes", "cache_groups", "layer_parts", "stages",
+    "config", "model_config", "model_spec", "mixers", "feed_forwards", "parameters", "layer_parts", "sampling_params",
+    "structured_params", "request", "errors", "step", "hub", "process", "child", "output", "speculation", "pooling",
+    "graph_sizes", "cache_groups", "stages",
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "advice", "convert", "server", "engine", "structured_outputs", "parsers", "planner", "scheduler",

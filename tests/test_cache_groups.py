@@ -7,7 +7,9 @@ import random
 import pytest
 
 from headrace.cache_groups import ALIGNMENT, MOST_PAGE_BYTES, MOST_WASTE, CacheGroup, cache_layout, same_layout
-from headrace.model_spec import Attention, DenseMLP, LatentAttention, LayerSpec, Mixer, ModelSpec, RecurrentState
+from headrace.feed_forwards import DenseMLP
+from headrace.mixers import Attention, LatentAttention, Mixer, RecurrentState
+from headrace.model_spec import LayerSpec, ModelSpec
 
 FULL = Attention(64, 8, 4, 64)
 WINDOW = Attention(64, 8, 2, 96, window=32)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.model_spec import ModelSpec, total
+from headrace.model_spec import ModelSpec
+from headrace.parameters import total
 from headrace.planner.cost import distinct_experts
 from headrace.quantization.formats import WeightFormat
 

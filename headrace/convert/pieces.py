@@ -16,8 +16,9 @@ from torch import Tensor
 
 from headrace.convert.schemes import WeightScheme
 from headrace.errors import ConfigError
+from headrace.feed_forwards import Experts
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Experts, LayerSpec, ModelSpec
+from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.checkpoint import (
     TYPES,
     StoredTensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import model_spec
+from headrace import mixers
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import CheckpointError
@@ -60,7 +60,7 @@ class HeadNorm(Layer):
     """Holds the weight by which the norms of all heads of queries or of keys multiply: the kernels that rotate them
     apply it."""
 
-    def __init__(self, mixer: model_spec.Attention, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: mixers.Attention, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = mixer.norm
         dtype = torch.float32 if mixer.norm.plus_one else dtype
@@ -82,7 +82,7 @@ class QKNorm(Layer):
 
     opaque = ("forward",)
 
-    def __init__(self, mixer: model_spec.Attention, spec: AttentionSpec, context: LayerContext) -> None:
+    def __init__(self, mixer: mixers.Attention, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         group, self.norm, self.wide = context.mesh.tp, mixer.norm, mixer.qk_norm == "wide"
         self.heads = spec.num_heads, spec.num_kv_heads
@@ -122,7 +122,7 @@ class Attention(Layer):
 
     def __init__(
         self,
-        mixer: model_spec.Attention,
+        mixer: mixers.Attention,
         spec: AttentionSpec,
         context: LayerContext,
     ) -> None:

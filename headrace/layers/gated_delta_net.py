@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import model_spec
+from headrace import mixers
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.paged import Sequences
@@ -53,7 +53,7 @@ class GatedDeltaNet(Layer):
 
     opaque = ("_mix",)
 
-    def __init__(self, mixer: model_spec.RecurrentState, context: LayerContext, index: int) -> None:
+    def __init__(self, mixer: mixers.RecurrentState, context: LayerContext, index: int) -> None:
         """Build the layer that `mixer` describes, the model's layer number `index`."""
         super().__init__()
         group, dtype, kernels, hidden = context.mesh.tp, context.dtype, context.kernels, mixer.hidden_size

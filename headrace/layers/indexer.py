@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace import layer_parts, model_spec
+from headrace import layer_parts, mixers
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.latent_config import MOST_SCORES
@@ -26,7 +26,7 @@ IndexInput = tuple[Tensor, Tensor, Tensor]
 class Indexer(Layer):
     """Computes one layer's index, the same on every rank."""
 
-    def __init__(self, mixer: model_spec.LatentAttention, spec: AttentionSpec, context: LayerContext) -> None:
+    def __init__(self, mixer: mixers.LatentAttention, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         assert mixer.q_rank is not None
         assert mixer.sparse_top_k is not None

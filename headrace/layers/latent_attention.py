@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import model_spec
+from headrace import mixers
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Group
@@ -36,7 +36,7 @@ class HeadsOfLatents(ColumnParallelLinear):
 
     heads: LatentHeads
 
-    def __init__(self, mixer: model_spec.LatentAttention, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: mixers.LatentAttention, group: Group, dtype: torch.dtype) -> None:
         self.nope_dim, self.per_head = mixer.nope_dim, mixer.nope_dim + mixer.v_head_dim
         super().__init__(mixer.latent_dim, mixer.num_heads * self.per_head, group, dtype, bias=False)
 
@@ -55,7 +55,7 @@ class LatentAttention(Layer):
 
     opaque = ("_rotated", "_attend")
 
-    def __init__(self, mixer: model_spec.LatentAttention, spec: AttentionSpec, context: LayerContext) -> None:
+    def __init__(self, mixer: mixers.LatentAttention, spec: AttentionSpec, context: LayerContext) -> None:
         """Build the layer that `mixer` describes; this rank has the heads that `spec` says."""
         super().__init__()
         eps = mixer.norm.eps

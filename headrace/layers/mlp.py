@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace import model_spec
+from headrace import feed_forwards
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -21,7 +21,7 @@ class GatedMLP(Layer):
 
     gated = True
 
-    def __init__(self, spec: model_spec.DenseMLP, context: LayerContext) -> None:
+    def __init__(self, spec: feed_forwards.DenseMLP, context: LayerContext) -> None:
         super().__init__()
         group, dtype, kernels = context.mesh.tp, context.dtype, context.kernels
         hidden, wide = spec.hidden_size, spec.intermediate_size
@@ -59,7 +59,7 @@ class PlainMLP(Layer):
     opaque = ("_activated",)
     gated = False
 
-    def __init__(self, spec: model_spec.DenseMLP, context: LayerContext) -> None:
+    def __init__(self, spec: feed_forwards.DenseMLP, context: LayerContext) -> None:
         super().__init__()
         group, dtype, kernels = context.mesh.tp, context.dtype, context.kernels
         hidden, wide = spec.hidden_size, spec.intermediate_size

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headrace import model_spec
+from headrace import feed_forwards
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
 from headrace.kernels.moe import Experts, SwigluClamp
@@ -39,7 +39,7 @@ def linears_take_halves(weight: Tensor) -> bool:
 
 
 def expert_specs(
-    spec: model_spec.Experts, group: Group, dtype: torch.dtype, unit: int = 0, in_one: bool = False
+    spec: feed_forwards.Experts, group: Group, dtype: torch.dtype, unit: int = 0, in_one: bool = False
 ) -> tuple[LinearSpec, LinearSpec]:
     """Describe one expert's two linears as a rank holds them: gate above up, and down. `in_one`: so they are in the
     checkpoint too, as rows of one weight.
@@ -75,7 +75,7 @@ def expert_specs(
     )
 
 
-def router_spec(spec: model_spec.Experts, dtype: torch.dtype) -> LinearSpec:
+def router_spec(spec: feed_forwards.Experts, dtype: torch.dtype) -> LinearSpec:
     """Describe the router and, below its rows, the shared expert's gate if it has one; every rank holds both. Where the
     checkpoint has them quantized, they are widened at load."""
     hidden, rows = spec.hidden_size, {spec.names.router: spec.num_experts}
@@ -102,7 +102,7 @@ InTurn = Literal["", "in all experts", "in each expert"]
 class SparseMoE(Layer):
     """Computes experts and router, and a shared expert if there is one, as one rank holds them."""
 
-    def __init__(self, spec: model_spec.Experts, context: LayerContext) -> None:
+    def __init__(self, spec: feed_forwards.Experts, context: LayerContext) -> None:
         super().__init__()
         group, dtype = context.mesh.tp, context.dtype
         hidden_size = spec.hidden_size
@@ -126,7 +126,7 @@ class SparseMoE(Layer):
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size, all_gather=group.all_gather)))
-            shared = model_spec.DenseMLP(hidden_size, spec.intermediate_size)
+            shared = feed_forwards.DenseMLP(hidden_size, spec.intermediate_size)
             self.add_module(spec.names.shared, GatedMLP(shared, unreduced))
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from headrace.feed_forwards import DenseMLP
 from headrace.layer_parts import Norm, Norms, Rope
+from headrace.mixers import Attention
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import Attention, DenseMLP
 from headrace.models.descriptions import (
     Describe,
     Described,

@@ -11,19 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from headrace.feed_forwards import Activation, DenseMLP, ExpertNames, Experts, FeedForward
 from headrace.layer_parts import Norm, Norms, Rope, TextEmbedding
+from headrace.mixers import Attention, Mixer
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import (
-    Activation,
-    Attention,
-    DenseMLP,
-    ExpertNames,
-    Experts,
-    FeedForward,
-    HeadSpec,
-    LayerSpec,
-    Mixer,
-)
+from headrace.model_spec import HeadSpec, LayerSpec
 from headrace.models.ropes import read_rope, read_temperature
 
 

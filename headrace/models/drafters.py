@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig
-from headrace.model_spec import Attention, HeadSpec, ModelSpec
+from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models.registry import describe, read_served_config, served_entry
 from headrace.speculation import DRAFT_MODEL, EAGLE, EAGLE3, MTP, NGRAM, Speculation
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from headrace.feed_forwards import ExpertNames, Experts
 from headrace.layer_parts import Norms, Temperature
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import ExpertNames, Experts, LayerSpec
+from headrace.model_spec import LayerSpec
 from headrace.models.dense_families import (
     AFTER_TURNING,
     BEHIND,

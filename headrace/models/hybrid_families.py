@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from headrace.layer_parts import Norm, Norms
+from headrace.mixers import RecurrentState
 from headrace.model_config import Fields, num_layers
-from headrace.model_spec import LayerSpec, Parameter, RecurrentState, Split, linear
+from headrace.model_spec import LayerSpec
 from headrace.models.descriptions import (
     Described,
     FeedForwards,
@@ -16,6 +17,7 @@ from headrace.models.descriptions import (
     rms_norm,
 )
 from headrace.models.ropes import read_rope
+from headrace.parameters import Parameter, Split, linear
 
 NET = "linear_attn"
 """name of a gated delta-net in a layer"""

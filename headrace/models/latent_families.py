@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from headrace.feed_forwards import Experts
 from headrace.layer_parts import Norms, Temperature
+from headrace.mixers import LatentAttention
 from headrace.model_config import Fields, num_layers
-from headrace.model_spec import Experts, LatentAttention, LayerSpec
+from headrace.model_spec import LayerSpec
 from headrace.models.descriptions import Described, alike, dense, encoder, head_behind, rms_norm
 from headrace.models.encoders import kimi_vision
 from headrace.models.expert_families import (

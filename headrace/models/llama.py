@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace import model_spec as spec_of
+from headrace import feed_forwards, mixers
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.layers.attention import Attention
@@ -42,17 +42,17 @@ class LlamaDecoderLayer(Layer):
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
         self.of_sums = norms.of_sums
         self.mixer = "self_attn"
-        if isinstance(layer.mixer, spec_of.RecurrentState):
+        if isinstance(layer.mixer, mixers.RecurrentState):
             self.mixer = "linear_attn"
             self.linear_attn = GatedDeltaNet(layer.mixer, context, index)
-        elif isinstance(layer.mixer, spec_of.LatentAttention):
+        elif isinstance(layer.mixer, mixers.LatentAttention):
             assert spec is not None
             self.self_attn: Layer = LatentAttention(layer.mixer, spec, context)
         else:
             assert spec is not None
             self.self_attn = Attention(layer.mixer, spec, context)
         self.block = block.block
-        if isinstance(block, spec_of.Experts):
+        if isinstance(block, feed_forwards.Experts):
             feed_forward: Layer = SparseMoE(block, context)
         else:
             feed_forward = GatedMLP(block, context) if block.gated else PlainMLP(block, context)

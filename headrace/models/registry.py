@@ -16,8 +16,9 @@ from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.mixers import Attention, LatentAttention, Mixer
 from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
-from headrace.model_spec import Attention, LatentAttention, LayerSpec, Mixer, ModelSpec
+from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models import dense_families as families
 from headrace.models import (
     descriptions,

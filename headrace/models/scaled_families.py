@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from headrace.feed_forwards import ExpertNames, FeedForward
 from headrace.layer_parts import Rope
+from headrace.mixers import Attention
 from headrace.model_config import Fields, head_dim, num_layers
-from headrace.model_spec import Attention, ExpertNames, FeedForward
 from headrace.models.dense_families import window_of
 from headrace.models.descriptions import Described, FeedForwards, all_dense, experts, layer_types, llama
 from headrace.models.latent_families import youtu

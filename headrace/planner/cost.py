@@ -13,8 +13,10 @@ from functools import lru_cache
 from operator import mul, sub
 from typing import NamedTuple
 
+from headrace.feed_forwards import FeedForward
 from headrace.kernels.gemm_config import BUCKETS
-from headrace.model_spec import STATE_BYTES, FeedForward, Mixer, total
+from headrace.mixers import STATE_BYTES, Mixer
+from headrace.parameters import total
 from headrace.planner.collectives import Links
 from headrace.planner.constants import (
     GROUPED,

@@ -10,8 +10,8 @@ from typing import Any
 from headrace.attention.table import BACKENDS
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.mixers import Mixer
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Mixer
 from headrace.models.registry import SERVED, resolve, served_entry
 from headrace.planner.chips import Chip
 from headrace.planner.graphs import decide_graphs

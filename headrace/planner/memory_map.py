@@ -15,7 +15,8 @@ from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.kernels.latent_config import EXPANDED_BYTES, MOST_SCORES, SELECTING_NUMBERS
-from headrace.model_spec import LatentAttention, Mixer, ModelSpec
+from headrace.mixers import LatentAttention, Mixer
+from headrace.model_spec import ModelSpec
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
 from headrace.planner.weights import head_bytes

@@ -11,10 +11,13 @@ from functools import cached_property
 from typing import Any
 
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.feed_forwards import FeedForward
 from headrace.graph_sizes import most_in_pieces
+from headrace.mixers import Mixer
 from headrace.model_config import Fields, quantization_of, text_part
-from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
+from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.registry import DESCRIBED, find_entry
+from headrace.parameters import total
 from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
 from headrace.quantization.checkpoint_integers import HEAD
 from headrace.quantization.formats import MADE_AT_LOAD, PLAIN, WeightFormat, find_format

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from headrace.model_spec import Parameter
+from headrace.parameters import Parameter
 from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares

@@ -13,7 +13,8 @@ from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.model_spec import STATE_BYTES, ModelSpec
+from headrace.mixers import STATE_BYTES
+from headrace.model_spec import ModelSpec
 from headrace.stages import WHOLE, Stage
 from headrace.step import SchedulerOutput
 

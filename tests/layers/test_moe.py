@@ -15,11 +15,11 @@ from driver import make_context
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
+from headrace.feed_forwards import Experts
 from headrace.kernels.norm import HalfNormed, summed
 from headrace.layers.moe import SparseMoE, distinct_experts, keep_expert_ids
 from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Experts
 from headrace.models.loader import load_model
 
 SPEC = Experts(hidden_size=8, num_experts=4, experts_per_token=2, expert_intermediate_size=12)

@@ -13,10 +13,10 @@ from tiny_configs import ALIKE, CASES, VARIANTS, tiny_config
 from headrace.errors import UnsupportedModelError
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Parameter
 from headrace.models import registry
 from headrace.models.loader import build_model
 from headrace.models.registry import DESCRIBED, describe, resolve
+from headrace.parameters import Parameter
 
 
 @pytest.mark.parametrize(("architecture", "variant"), CASES, ids=lambda value: value)

@@ -18,9 +18,9 @@ from torch import Tensor
 from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
+from headrace.feed_forwards import Experts
 from headrace.layers.moe import SparseMoE, expert_specs
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Experts
 from headrace.models.loader import load_model
 
 ARCHITECTURE = "GptOssForCausalLM"

@@ -10,9 +10,9 @@ import pytest
 
 from headrace import LLM
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.feed_forwards import Experts
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import ModelConfig
-from headrace.model_spec import Experts
 from headrace.models.registry import MODELS, attention_specs, describe, read_served_config, resolve
 from headrace.models.ropes import ROPE_FIELDS
 

@@ -14,8 +14,8 @@ from tiny_configs import best_tokens, save_tiny_model
 
 from headrace import LLM, SamplingParams
 from headrace.errors import UnsupportedModelError
+from headrace.mixers import LatentAttention
 from headrace.model_config import ModelConfig
-from headrace.model_spec import LatentAttention
 from headrace.models.registry import describe
 
 NEW_TOKENS = 12

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.cache_groups import cache_layout
-from headrace.model_spec import Attention
+from headrace.mixers import Attention
 from headrace.planner.catalogue import catalogue
 from headrace.planner.shapes import shape_of
 from headrace.request import Request

@@ -22,9 +22,9 @@ from headrace.layers import embedding
 from headrace.layers.latent_attention import HeadsOfLatents
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
-from headrace.model_spec import total
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
 from headrace.models.registry import SERVED, describe
+from headrace.parameters import total
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.model_spec import STATE_BYTES, LayerSpec, RecurrentState, linear, total
+from headrace.mixers import STATE_BYTES, RecurrentState
+from headrace.model_spec import LayerSpec
+from headrace.parameters import linear, total
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.cost import StepCost, StepWork

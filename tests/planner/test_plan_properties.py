@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.model_spec import total
+from headrace.parameters import total
 from headrace.planner.catalogue import catalogue
 from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_request import PlanRequest

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.model_spec import total
 from headrace.models.registry import SERVED
+from headrace.parameters import total
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.shapes import ModelShape, shape_of
 from headrace.quantization.checkpoint_format import read_format

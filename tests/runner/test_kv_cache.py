@@ -9,7 +9,9 @@ import torch
 
 from headrace.attention.spec import AttentionSpec
 from headrace.cache_groups import cache_layout
-from headrace.model_spec import Attention, DenseMLP, LatentAttention, LayerSpec, Mixer, ModelSpec, RecurrentState
+from headrace.feed_forwards import DenseMLP
+from headrace.mixers import Attention, LatentAttention, Mixer, RecurrentState
+from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.runner.kv_cache import CacheShape, KVCache, allocate_alone, allocate_kv_cache
 from headrace.step import SchedulerOutput, StateCopy
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace import model_spec as of
+from headrace import mixers
+from headrace.feed_forwards import DenseMLP, ExpertNames, Experts
 from headrace.layer_parts import Norms
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
@@ -24,9 +25,11 @@ from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import NO_ANGLES, Rotary
 from headrace.model_config import Fields, ModelConfig
+from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.dense_families import PARALLEL, SANDWICH
 from headrace.models.descriptions import Described
 from headrace.models.registry import ModelEntry
+from headrace.parameters import linear
 
 ARCHITECTURE = "UnlikeForCausalLM"
 SOFT_CAP, EPS = 3.0, 1e-6
@@ -44,33 +47,31 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def mixer(kind: str, hidden: int) -> of.Mixer:
+def mixer(kind: str, hidden: int) -> mixers.Mixer:
     if kind == "full":
-        return of.Attention(hidden, 8, 4, 64)
+        return mixers.Attention(hidden, 8, 4, 64)
     if kind == "window":
-        return of.Attention(hidden, 4, 2, 96, window=32, sinks=True)
+        return mixers.Attention(hidden, 4, 2, 96, window=32, sinks=True)
     if kind == "chunk":
-        return of.Attention(hidden, 4, 2, 32, window=24, chunked=True, rope=None)
+        return mixers.Attention(hidden, 4, 2, 32, window=24, chunked=True, rope=None)
     if kind == "state":
         sizes = {"q_proj": 4 * 16, "k_proj": 4 * 16, "v_proj": 4 * 24, "decay_proj": 4}
-        found = [p for name, size in sizes.items() for p in of.linear(f"self_attn.{name}", size, hidden, "heads")]
-        return of.RecurrentState(hidden, 4, 16, 24, (*found, *of.linear("self_attn.o_proj", hidden, 4 * 24, "heads")))
-    return of.LatentAttention(hidden, 4, 80, 16, 32, 24, q_rank=48 if kind == "latent of queries" else None)
+        found = [p for name, size in sizes.items() for p in linear(f"self_attn.{name}", size, hidden, "heads")]
+        return mixers.RecurrentState(hidden, 4, 16, 24, (*found, *linear("self_attn.o_proj", hidden, 4 * 24, "heads")))
+    return mixers.LatentAttention(hidden, 4, 80, 16, 32, 24, q_rank=48 if kind == "latent of queries" else None)
 
 
 def describe(c: Fields) -> Described:
     hidden = c.integer("hidden_size")
-    dense = of.DenseMLP(hidden, c.integer("intermediate_size"))
-    experts = of.Experts(
+    dense = DenseMLP(hidden, c.integer("intermediate_size"))
+    experts = Experts(
         hidden, num_experts=6, experts_per_token=2, expert_intermediate_size=32, sigmoid=True, selection_bias=True,
-        scaling=2.5, intermediate_size=32, names=of.ExpertNames(shared="shared_experts"),
+        scaling=2.5, intermediate_size=32, names=ExpertNames(shared="shared_experts"),
     )  # fmt: skip
     norms = {"window": SANDWICH, "chunk": PARALLEL}
     return Described(
         tuple(
-            of.LayerSpec(
-                mixer(kind, hidden), experts if kind in ("window", "latent") else dense, norms.get(kind, Norms())
-            )
+            LayerSpec(mixer(kind, hidden), experts if kind in ("window", "latent") else dense, norms.get(kind, Norms()))
             for kind in c.texts("mixers")
         )
     )
@@ -81,7 +82,7 @@ class GatedState(Layer):
 
     opaque = ("_recur",)
 
-    def __init__(self, mixer: of.RecurrentState, context: LayerContext, index: int) -> None:
+    def __init__(self, mixer: mixers.RecurrentState, context: LayerContext, index: int) -> None:
         super().__init__()
         group, hidden, heads = context.mesh.tp, mixer.hidden_size, mixer.num_heads
         keys, values = heads * mixer.head_dim, heads * mixer.v_head_dim
@@ -114,20 +115,20 @@ class GatedState(Layer):
 
 
 class Block(Layer):
-    def __init__(self, config: ModelConfig, layer: of.LayerSpec, index: int, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerSpec, index: int, context: LayerContext) -> None:
         super().__init__()
         for name in layer.norms.named:
             self.add_module(name, RMSNorm(config.hidden_size, EPS, context.kernels, context.dtype))
         self.num_norms = len(layer.norms.named)
         mixer, spec, block = layer.mixer, context.specs[index], layer.feed_forward
-        if isinstance(mixer, of.RecurrentState):
+        if isinstance(mixer, mixers.RecurrentState):
             self.self_attn: Layer = GatedState(mixer, context, index)
         else:
             assert spec is not None
-            latent = isinstance(mixer, of.LatentAttention)
+            latent = isinstance(mixer, mixers.LatentAttention)
             self.self_attn = (LatentAttention if latent else Attention)(mixer, spec, context)
         self.turns = mixer.turns
-        if isinstance(block, of.Experts):
+        if isinstance(block, Experts):
             self.mlp: Layer = SparseMoE(block, context)
         else:
             self.mlp = GatedMLP(block, context)
@@ -146,7 +147,7 @@ class Block(Layer):
 
 
 class UnlikeForCausalLM(Layer):
-    def __init__(self, config: ModelConfig, spec: of.ModelSpec, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         sizes = (config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype)
         self.embed_tokens, self.lm_head = VocabParallelEmbedding(*sizes), ParallelLMHead(*sizes, soft_cap=SOFT_CAP)
