@@ -33,7 +33,7 @@ from headrace.engine.output_processor import OpenRequest, OutputProcessor
 from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,

@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import ModelNotFoundError, UnsupportedModelError
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import Fields, ModelConfig
-from headrace.models.registry import resolve
+from headrace.models.served import resolve
 
 DEMO: dict[str, Any] = json.loads((DEMO_FOLDER / "config.json").read_text())
 

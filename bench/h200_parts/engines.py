@@ -12,7 +12,7 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_specs
+from headrace.models.served import attention_specs
 
 
 def greedy_tokens(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import headrace.models.loader as loader
+import headrace.models.filling as filling
 from h200_parts.engines import runner_of
 from h200_parts.models import EIGHT_B
 from h200_parts.run import Run
@@ -27,7 +27,7 @@ def graph_cases(run: Run) -> None:
     compare_modes(run, "demo fp32", "demo", "float32", 2048, 300, {"num_gpu_blocks_override": 200})
     if run.smoke:
         return
-    loader.DUMMY_RANGE = 0.03  # large enough that other sums give other tokens
+    filling.DUMMY_RANGE = 0.03  # large enough that other sums give other tokens
     big = {"load_format": "dummy", "num_gpu_blocks_override": 400}
     for dtype in ("float32", "bfloat16"):
         name = f"8B of 4 layers {'fp32' if dtype == 'float32' else 'bf16'}"

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-import headrace.models.loader as loader
+import headrace.models.filling as filling
 import headrace.quantization.gpu_linear as gpu_linear
 import headrace.runner.worker as worker
 from h200_parts.engines import greedy_tokens
@@ -58,7 +58,7 @@ class Starts:
 
     def agree(self, name: str, model: str, **knobs: Any) -> None:
         """Add a case that passes where nothing is demoted."""
-        loader.DUMMY_RANGE = SMALL_WEIGHTS
+        filling.DUMMY_RANGE = SMALL_WEIGHTS
         demoted, notes, _ = self.start(model, **knobs)
         title = ", ".join([name, *(f"{knob} {value}" for knob, value in knobs.items())])
         checked = bool(notes) or self.run.smoke  # on a CPU there is nothing to check
@@ -68,7 +68,7 @@ class Starts:
         self, title: str, expected: Demoted, model: str, place: Any, attribute: str, fault: Any, **knobs: Any
     ) -> None:
         """Add a case with `fault` in place of `place.attribute`; it passes where the expected names are demoted."""
-        loader.DUMMY_RANGE = LARGE_WEIGHTS
+        filling.DUMMY_RANGE = LARGE_WEIGHTS
         key = f"{model} {knobs}"
         if key not in self.right:
             self.right[key] = self.start(model, **knobs)[2]

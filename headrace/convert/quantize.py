@@ -28,7 +28,7 @@ from headrace.convert.schemes import WeightScheme
 from headrace.errors import CheckpointError, ConfigError
 from headrace.model_config import read_object
 from headrace.models.checkpoint import checkpoint_files
-from headrace.models.registry import describe, read_served_config
+from headrace.models.served import describe, read_served_config
 
 RECORD = "quantization.json"
 PARTIAL = ".partial"

@@ -27,7 +27,7 @@ from headrace.engine.replicas import Replicas, StartCore
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.planner.record import Decision
 from headrace.planner.served import expect, predict_memory, report_memory
 from headrace.request import RequestOutput

@@ -26,7 +26,7 @@ from headrace.executor.base import Executor
 from headrace.executor.factory import detect_device, make_executor
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_pages
 from headrace.planner.fp8_cache import describe_lossy_cache, settled_cache
 from headrace.planner.profile import measured_here

@@ -29,7 +29,7 @@ from headrace.executor.messages import (
     StepDone,
     Stop,
 )
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.process import read_config
 from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.worker import Worker

@@ -13,7 +13,8 @@ from headrace.errors import ConfigError
 from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
-from headrace.models.registry import describe, read_served_config, served_entry
+from headrace.models.registry import served_entry
+from headrace.models.served import describe, read_served_config
 from headrace.speculation import DRAFT_MODEL, EAGLE, EAGLE3, MTP, NGRAM, Speculation
 
 NAMES = (("model.", ""), ("midlayer.", "layers.0."))

@@ -6,25 +6,19 @@ Layers say which tensors they take (`slots`); the loader gives them what the che
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
-from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
+from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
@@ -44,26 +38,21 @@ from headrace.models.checkpoint import (
     total_bytes,
     unstacked,
 )
-from headrace.models.finite import FiniteCheck
+from headrace.models.filling import NOT_NEEDED, fill_from_checkpoint, fill_with_dummies, match_checkpoint, named
 from headrace.models.fusion import fuse
 from headrace.models.heads import DraftHead
-from headrace.models.reading import Wanted, read_slices
-from headrace.models.registry import LLAMA, describe, resolve
+from headrace.models.registry import LLAMA
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
+from headrace.models.served import describe, resolve
 from headrace.pooling import HeadLayer
 from headrace.quantization.checkpoint_format import kv_cache_type
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import resolve_format
 from headrace.stages import WHOLE, Stage
 
-DUMMY_RANGE = 1e-3
-"""Largest absolute value of a dummy weight"""
-PROGRESS_FROM_BYTES = 1e9
 AFFINE = "The KV cache is affine in {} layers: biases (k_bias, v_bias) and the scales beside them are not served."
 Headers = Callable[[Path], list[StoredTensor]]
 """a file -> the tensors that its header names"""
-NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
-"""Tensors that old checkpoints hold though they follow from config.json"""
 OF_HEADS = r"^(model\.)?(lm_head|pooler|pooler_dense|cls|head|head_dense|head_norm|decoder|classifier|score)\b"
 """Tensors that a model which pools leaves where they are, unless it has that head itself"""
 POOLED = ("headrace.models.pooled", "PooledModel")
@@ -172,7 +161,7 @@ def _loaded(
         model.notes.append(fuse(model, len(context.specs), context.device, embeds, reads_hidden))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
-            with _named(path):
+            with named(path):
                 layer.finalize()
         if context.device.type != "cpu":  # there the forms are the kernels' own: tiles, or what is widened
             model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
@@ -263,7 +252,7 @@ def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str,
     """Allocate the layers' weights on `device`, and return where the checkpoint's tensors go."""
     slots: dict[str, Slot] = {}
     for path, layer in layers:
-        with _named(path):
+        with named(path):
             layer.create_weights(device)
             slots.update(layer.slots(path))
     return slots
@@ -279,15 +268,6 @@ def _leave_scales_of_other_caches(config: ModelConfig, layers: list[tuple[str, L
             layer.kv_scale.fill_(math.nan)
             biased += layer.kv_bias
     return [AFFINE.format(biased)] if biased else []
-
-
-@contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Put the name of a layer or tensor in front of what its weight format refuses."""
-    try:
-        yield
-    except (CheckpointError, ConfigError) as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def attach_schemes(
@@ -360,142 +340,3 @@ def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
             weights = layer.spec.in_features * layer.spec.out_features
             total += weights * (layer.scheme.format.launched_as if as_launched else 1)
     return total
-
-
-def fill_from_checkpoint(
-    slots: dict[str, Slot],
-    folder: Path,
-    not_needed: re.Pattern[str] = NOT_NEEDED,
-    tensors_of: Callable[[Path], list[StoredTensor]] = stored_tensors,
-) -> None:
-    """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
-    is checked before anything else is read; `tensors_of` reads them."""
-    found = match_checkpoint(slots, folder, not_needed, tensors_of)
-    files = checkpoint_files(folder)
-    wanted = (one for one in found.values() if one.slot.destination is not None)
-    with _one_thread(), _progress(files) as reached, closing(read_slices(wanted)) as reading:
-        for _, tensors in groupby(reading, lambda read: read[0].stored.file):
-            check = FiniteCheck()
-            for one, values in tensors:
-                _take(one, values, check)
-                del values  # before the next one's memory is made
-                reached(one.stored)
-            check.finish()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch on a CPU to the calling thread: readers use the other cores, and threads that share the work on
-    thousands of small tensors mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
-    """Put what was read where it belongs, if it is not there, and check it."""
-    slot = one.slot
-    if one.into is None:
-        with _named(f"tensor {one.stored.shown} in {one.stored.file.name}"):
-            slot.put(values)
-    if not slot.optional:  # scales, whose readers report more about them
-        values = values.view(torch.float8_e8m0fnu) if slot.e8m0 else values
-        # what `put` made may hide it: an fp8 weight cannot be Inf
-        check.add(one.stored, one.source, values, slot.is_scale)
-
-
-def match_checkpoint(
-    slots: dict[str, Slot],
-    folder: Path,
-    not_needed: re.Pattern[str],
-    tensors_of: Callable[[Path], list[StoredTensor]],
-) -> dict[str, Wanted]:
-    """Return for each slot's name the tensor that goes into it, in the files' order. Raises CheckpointError naming the
-    tensor that is missing, has no slot, or is of another shape or type than its slot takes."""
-    files = checkpoint_files(folder)
-    total_bytes(files)  # which names a file that is missing
-    found = _match(slots, ((file, tensors_of(file)) for file in files), not_needed)
-    waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
-    if waiting:
-        some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
-        raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
-    return found
-
-
-def _match(
-    slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor]]], not_needed: re.Pattern[str]
-) -> dict[str, Wanted]:
-    found: dict[str, Wanted] = {}
-    for file, tensors in files:
-        for stored in tensors:
-            name = stored.name if stored.name in slots else f"model.{stored.name}"
-            if name in slots:
-                _check(stored, slots[name])
-                found.pop(name, None)  # of two the later counts
-                found[name] = Wanted(stored, slots[name])
-            elif not not_needed.search(stored.name):
-                raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
-    return found
-
-
-def _check(stored: StoredTensor, slot: Slot) -> None:
-    scalar = slot.optional and slot.shape == (1,) and stored.shape == ()
-    if stored.shape != slot.shape and stored.shape not in slot.shapes and not scalar:
-        raise CheckpointError(
-            f"tensor {stored.shown} in {stored.file.name} has shape {list(stored.shape)}, "
-            f"config.json asks for {' or '.join(str(list(shape)) for shape in (slot.shape, *slot.shapes))}"
-        )
-    if stored.dtype not in slot.stored:
-        raise CheckpointError(
-            f"tensor {stored.shown} in {stored.file.name} is of type {stored.dtype}; accepted: {', '.join(slot.stored)}"
-        )
-
-
-def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
-    """Fill slots with uniform numbers in +-DUMMY_RANGE, which follow from `seed` and the tensor's name alone, so that
-    ranks slice the same whole tensor."""
-    for name, slot in slots.items():
-        if slot.destination is None or slot.optional:
-            continue
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        if tuple(slot.destination.shape) == slot.shape and slot.store is None and slot.dummy is None:
-            _uniform(slot.destination, generator, slot.e8m0)
-        else:
-            whole = torch.empty(slot.shape, dtype=slot.dtype or slot.destination.dtype, device=slot.destination.device)
-            whole = _uniform(whole, generator, slot.e8m0) if slot.dummy is None else whole.fill_(slot.dummy)
-            slot.put(whole[slot.source])
-
-
-def _uniform(tensor: Tensor, generator: torch.Generator, e8m0: bool) -> Tensor:
-    if e8m0:  # e2m1 goes up to 6
-        return tensor.fill_(127 + math.floor(math.log2(DUMMY_RANGE / 6)))
-    if not tensor.is_floating_point():  # packed
-        return tensor.random_(generator=generator)
-    if tensor.itemsize == 1:  # fp8, whose scales say what a dummy weight is
-        return tensor.copy_(torch.rand(tensor.shape, generator=generator, device=tensor.device).sub_(0.5))
-    return tensor.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
-
-
-@contextmanager
-def _progress(files: list[Path]) -> Iterator[Callable[[StoredTensor], None]]:
-    """Show a progress bar on stderr if that is a terminal and loading takes long enough. What it yields is told each
-    tensor that is loaded, in the files' order: all before it counts, also what this rank does not read."""
-    total = total_bytes(files)
-    if total < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
-        yield lambda stored: None
-        return
-    before = dict(zip(files, accumulate((file.stat().st_size for file in files), initial=0), strict=False))
-    columns = (
-        TextColumn("Loading weights"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda stored: progress.update(task, completed=before[stored.file] + stored.offset + stored.num_bytes)

@@ -1,24 +1,16 @@
-"""Lists the model families: the description and the class that serve each architecture, and what cannot be served.
+"""Lists the model families: the description and the class that serve each architecture.
 
 A family is one entry of `MODELS`. Planner, server and command line read this table too, so it imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
-from headrace.attention.spec import AttentionSpec
-from headrace.cache_groups import cache_layout
-from headrace.config import EngineConfig
-from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.mixers import Attention, LatentAttention, Mixer
-from headrace.model_config import OTHER_PARTS, Fields, ModelConfig, read_object
-from headrace.model_spec import LayerSpec, ModelSpec
+from headrace.errors import UnsupportedModelError
 from headrace.models import dense_families as families
 from headrace.models import (
     descriptions,
@@ -31,87 +23,9 @@ from headrace.models import (
 )
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
-from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER, longest_text, read_pooling, read_sentences, runner_of
-from headrace.models.refusals import REFUSED, nearest
-from headrace.pooling import HeadLayer, PoolingKind
-from headrace.quantization.table import resolve_format
+from headrace.models.entry import ModelEntry
+from headrace.models.poolers import BARE, CAUSAL, CLASSIFIER
 
-Classifier = Callable[[Fields, int], tuple[HeadLayer, ...]]
-"""Describes what follows pooling, given the number of labels"""
-
-
-def scores(c: Fields, num_labels: int) -> tuple[HeadLayer, ...]:
-    """Describe the head of a decoder that classifies: one linear."""
-    return (HeadLayer("score", c.integer("hidden_size"), num_labels, bias=False),)
-
-
-def no_positions(c: Fields) -> int:
-    """Return 0: a model's first token has position 0."""
-    return 0
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """Describes one architecture."""
-
-    architecture: str
-    describe: Describe
-    module: str = ""
-    """empty: the family has no modules yet, so that it can be planned but not served"""
-    class_name: str = ""
-    needs: tuple[str, ...] = ()
-    """fields that config.json must have, because the family's default for them is not the usual one"""
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """values of fields that config.json may leave out"""
-    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
-    """what `layer_types` may say"""
-    has_head: bool = True
-    """False: there is no head over the vocabulary, since the model does not generate"""
-    pools_by: PoolingKind = "last"
-    """which hidden state stands for a text, where no file says it"""
-    classifier: Classifier = scores
-    """what follows pooling in a model that classifies"""
-    segments: bool = False
-    """the two texts of a pair have embeddings of their own"""
-    taken_positions: Callable[[Fields], int] = no_positions
-    """how many of `max_position_embeddings` no token has"""
-
-    def spec(self, fields: Fields) -> ModelSpec:
-        """Describe the model of `fields`, those of the text part of a config.json. Raises UnsupportedModelError for a
-        field that is missing or has no valid value."""
-        for name in self.needs:
-            if fields.values.get(name) is None:
-                raise fields.refusal(name, "given")
-        fields = replace(fields, values={**self.defaults, **fields.values})
-        described = self.describe(fields)
-        return ModelSpec(
-            architecture=self.architecture,
-            hidden_size=fields.integer("hidden_size"),
-            vocab_size=fields.integer("vocab_size"),
-            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            layers=described.layers,
-            tied_embeddings=fields.flag("tie_word_embeddings"),
-            has_head=self.has_head,
-            **{name: getattr(described, name) for name in OF_MODEL},
-        )
-
-    def reasons(self, config: ModelConfig) -> list[str]:
-        """Return why this model cannot be served: field, value and what is accepted; empty: it can. Raises
-        UnsupportedModelError for a field that has no valid value."""
-        own = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
-        spec = None if own else self.spec(config.fields)
-        if spec is not None and spec.is_moe and not config.fields.flag("qkv_bias", True):
-            own = ["`qkv_bias` is False; accepted: true"]
-        descriptions.layer_types(config.fields, self.layer_kinds)
-        directions = [] if spec is None else _direction_reasons(config, spec)
-        return [*own, *_shape_reasons(config), *_feature_reasons(config), *directions]
-
-
-OF_MODEL = (
-    "vision_weights", "head", "norm", "ends_normed", "text_embedding", "embedding_scale", "rounds_embedding_scale",
-    "head_bias", "logit_scale", "logit_cap", "names",
-)  # fmt: skip
-"""Fields of Described that are those of ModelSpec"""
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
 """Module and class of the families shaped like Llama"""
 PLAIN_BIASES: dict[str, Any] = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
@@ -336,163 +250,3 @@ def served_entry(architecture: str) -> ModelEntry | None:
     """Return the entry of an architecture if it has modules; else None."""
     entry = find_entry(architecture)
     return entry if entry is not None and entry.module else None
-
-
-def read_served_config(folder: Path, asked: EngineConfig | None = None) -> ModelConfig:
-    """Read the config of a model's folder, if its architecture is served. `asked`: what the user says of it; None:
-    nothing.
-
-    The architecture is checked first, since other families have other fields, and an error about a missing field would
-    mislead. Raises UnsupportedModelError, ModelNotFoundError where a file is missing or cannot be read, and ConfigError
-    where the model cannot do what is asked for.
-    """
-    asked = asked or EngineConfig()
-    raw = {**read_object(folder / "config.json"), **asked.hf_overrides}
-    names = Fields(raw, "config.json").texts("architectures")
-    entry = served_entry(names[0]) if names else None
-    if entry is None:
-        if names:
-            raise _not_served(names[0], raw)
-        return ModelConfig.from_folder(folder)
-    sentences = read_sentences(folder)
-    runner, convert = runner_of(asked, names[0], sentences)
-    overrides = dict(asked.hf_overrides)
-    if convert == "embed" and names[0].endswith(CAUSAL):
-        entry = find_entry(names[0].removesuffix(CAUSAL) + BARE) or entry
-        overrides["architectures"] = [entry.architecture]
-    config = ModelConfig.from_folder(folder, entry.defaults, overrides)
-    if runner == "generate":
-        return config
-    fields = replace(config.fields, values={**config.raw, "architectures": names})
-    pooling = read_pooling(
-        asked, folder, fields, convert, sentences, entry.pools_by, entry.classifier, _has_segments(entry, fields)
-    )
-    positions = config.max_position_embeddings - entry.taken_positions(fields)
-    added = entry.spec(config.fields).text_embedding
-    longest, said_by = longest_text(folder, positions, added is not None and added.positions > 0, sentences)
-    return replace(config, pooling=pooling, max_position_embeddings=longest, length_field=said_by)
-
-
-def _has_segments(entry: ModelEntry, fields: Fields) -> bool:
-    return entry.segments and fields.integer("type_vocab_size", 2, minimum=0) > 1
-
-
-def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:
-    kind = ""
-    if "vision_config" in raw:
-        kind = "a vision-language model, which is "
-    elif any(name in raw for name in OTHER_PARTS):
-        kind = "a model of more than text, which is "
-    known = find_entry(architecture) is not None
-    why = " (`headrace plan` can plan it)" if known else REFUSED.get(architecture, "") or nearest(raw, SERVED)
-    return UnsupportedModelError(
-        f"architecture {architecture!r:.80} is {kind}not served yet{why}; served: {', '.join(SERVED)}"
-    )
-
-
-def resolve(config: ModelConfig) -> ModelEntry:
-    """Return the entry that serves `config`. Raises UnsupportedModelError naming what is accepted instead, if its
-    architecture, one of its features or its weight format is not served."""
-    entry = served_entry(config.architecture)
-    if entry is None:
-        raise _not_served(config.architecture, config.raw)
-    reasons = entry.reasons(config)
-    if reasons:
-        raise UnsupportedModelError(f"config.json of {config.architecture}: {'; '.join(reasons)}")
-    resolve_format(config)
-    return entry
-
-
-def describe(config: ModelConfig) -> ModelSpec:
-    """Describe a model that can be served. Raises UnsupportedModelError where it cannot."""
-    return resolve(config).spec(config.fields)
-
-
-def attention_specs(
-    config: ModelConfig,
-    *,
-    tp_size: int,
-    block_size: int,
-    dtype: str,
-    device_type: str,
-    batch_invariant: bool = False,
-    kv_cache_dtype: str = "auto",
-    behind: tuple[LayerSpec, ...] = (),
-) -> tuple[AttentionSpec | None, ...]:
-    """Return what each layer needs of attention on one of `tp_size` ranks; None: the layer has no attention. Layers
-    that guess tokens come `behind` the model's own.
-
-    Raises UnsupportedModelError, and ConfigError where `tp_size` does not divide the heads.
-    """
-
-    @cache
-    def on_a_rank(mixer: Mixer) -> AttentionSpec | None:
-        if not isinstance(mixer, Attention | LatentAttention):
-            return None
-        heads, kv_heads, latent = mixer.num_heads, mixer.num_kv_heads, isinstance(mixer, LatentAttention)
-        if heads % tp_size:
-            raise ConfigError(f"tensor_parallel_size {tp_size} does not divide num_attention_heads ({heads})")
-        if not latent and kv_heads % tp_size and tp_size % kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
-            )
-        spec = AttentionSpec(
-            num_heads=heads // tp_size,
-            num_kv_heads=max(1, kv_heads // tp_size),
-            head_dim=mixer.latent_values if isinstance(mixer, LatentAttention) else mixer.head_dim,
-            scale=mixer.scale or mixer.head_dim**-0.5,
-            block_size=block_size,
-            dtype=dtype,
-            sliding_window=mixer.window,
-            device_type=device_type,
-            batch_invariant=batch_invariant,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-        if isinstance(mixer, LatentAttention):
-            turned, top_k, keys = mixer.rope.interleaved, mixer.sparse_top_k, mixer.index_dim
-            return replace(
-                spec, latent_dim=mixer.latent_dim, interleaved=turned, sparse_top_k=top_k, index_dim=keys
-            )  # fmt: skip
-        own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "soft_cap")}
-        return replace(spec, interleaved=mixer.rope is not None and mixer.rope.interleaved, **own)
-
-    described = describe(config)
-    described = replace(described, layers=(*described.layers, *behind))
-    specs = [on_a_rank(layer.mixer) for layer in described.layers]
-    groups = cache_layout(described, tp_size, 1, block_size).group_of
-    return tuple(
-        spec if spec is None or spec.group == groups.get(layer, 0) else replace(spec, group=groups[layer])
-        for layer, spec in enumerate(specs)
-    )
-
-
-def _shape_reasons(config: ModelConfig) -> list[str]:
-    reasons = []
-    if config.num_heads % config.num_kv_heads:
-        reasons.append(
-            f"`num_key_value_heads` is {config.num_kv_heads}; must divide num_attention_heads ({config.num_heads})"
-        )
-    if config.head_dim % 2:
-        reasons.append(f"`head_dim` is {config.head_dim}; must be even")
-    return reasons
-
-
-def _feature_reasons(config: ModelConfig) -> list[str]:
-    reasons = []
-    if config.dtype not in ("float16", "bfloat16", "float32"):
-        reasons.append(f"`dtype` is {config.dtype!r}; accepted: float16, bfloat16, float32")
-    return reasons
-
-
-def _direction_reasons(config: ModelConfig, spec: ModelSpec) -> list[str]:
-    """Return why attention to later tokens, if config.json asks for it, cannot be had."""
-    fields = config.fields.values
-    ways = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
-    name = next((name for name, values in ways.items() if fields.get(name) in values), None)
-    if name is None:
-        return []
-    if all(layer.mixer.causal for layer in spec.layers):
-        return [f"`{name}` is {fields[name]!r}; accepted for this family: {name == 'is_causal'}"]
-    if config.pooling is None:
-        return [f"`{name}` is {fields[name]!r}; it makes vectors (--runner pooling), and generates no text"]
-    return []

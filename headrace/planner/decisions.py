@@ -14,7 +14,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.models.drafters import describe_draft
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.planner.fp8_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.memory_map import CPU_CACHE

@@ -12,7 +12,8 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.mixers import Mixer
 from headrace.model_config import ModelConfig
-from headrace.models.registry import SERVED, resolve, served_entry
+from headrace.models.registry import SERVED, served_entry
+from headrace.models.served import resolve
 from headrace.planner.chips import Chip
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.parallel import Parallel

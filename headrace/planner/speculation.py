@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft, read_draft_config
-from headrace.models.registry import describe
+from headrace.models.served import describe
 from headrace.planner.catalogue import find_model
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision

@@ -30,7 +30,7 @@ from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.process import trim_heap
 from headrace.runner.drafting import load_draft, make_drafter
 from headrace.runner.kernel_checks import Subject, kernel_checks

@@ -25,7 +25,7 @@ import headrace
 from headrace.config import EngineConfig
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.hub import resolve_model_folder
-from headrace.models import loader
+from headrace.models import filling
 from headrace.quantization import gpu_linear
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Weights
@@ -117,7 +117,7 @@ def test_what_cases_replace_is_there() -> None:
         UniprocExecutor: ("initialize_cache",),
         StepGraphs: ("run",),
         TritonAttention: ("decode",),
-        loader: ("DUMMY_RANGE",),
+        filling: ("DUMMY_RANGE",),
     }
     for place, names in places.items():
         assert all(hasattr(place, name) for name in names), place

@@ -17,7 +17,7 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.runner.kv_cache import allocate_alone, cache_shape
 
 

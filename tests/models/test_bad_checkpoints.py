@@ -24,14 +24,8 @@ from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import StoredTensor, stored_tensors
-from headrace.models.loader import (
-    attach_schemes,
-    build_model,
-    load_model,
-    match_checkpoint,
-    slots_of,
-    tensors_not_needed,
-)
+from headrace.models.filling import match_checkpoint
+from headrace.models.loader import attach_schemes, build_model, load_model, slots_of, tensors_not_needed
 from headrace.models.schemes import linears_in_files
 from headrace.quantization.scheme import Slot
 

@@ -15,7 +15,8 @@ from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.models import registry
 from headrace.models.loader import build_model
-from headrace.models.registry import DESCRIBED, describe, resolve
+from headrace.models.registry import DESCRIBED
+from headrace.models.served import describe, resolve
 from headrace.parameters import Parameter
 
 

@@ -27,7 +27,7 @@ from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import StoredTensor, unstacked
 from headrace.models.loader import load_model
-from headrace.models.registry import describe
+from headrace.models.served import describe
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import BOUND, HEADROOM, Calibration, settle_kv_scales

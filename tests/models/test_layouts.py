@@ -21,7 +21,7 @@ from driver import make_context
 
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
-from headrace.models import loader
+from headrace.models import filling, loader
 from headrace.models.checkpoint import checkpoint_files
 from headrace.models.registry import SERVED
 from headrace.models.schemes import linears_in_files
@@ -86,7 +86,7 @@ def test_each_tensor_is_taken_or_skipped(name: str, tmp_path: Path) -> None:
     in_files = linears_in_files(tmp_path, tensors_of) if config.quantization else None
     loader.attach_schemes(config, layers, context, None, in_files)
     slots = loader.slots_of(layers, torch.device("meta"))
-    found = loader.match_checkpoint(slots, tmp_path, loader.tensors_not_needed(config), tensors_of)
+    found = filling.match_checkpoint(slots, tmp_path, loader.tensors_not_needed(config), tensors_of)
     assert dict(others) == layout.get("skipped", {})
     taken = {one.stored.within or one.stored.name for one in found.values()}
     of_old = sum("rotary_emb" in one.name for file in checkpoint_files(tmp_path) for one in headers(file))

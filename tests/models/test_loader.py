@@ -20,10 +20,11 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import CheckpointError
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
-from headrace.models import loader
+from headrace.models import filling, loader
 from headrace.models.checkpoint import checkpoint_files, stored_tensors
+from headrace.models.filling import fill_from_checkpoint
 from headrace.models.finite import CHUNK, FiniteCheck
-from headrace.models.loader import fill_from_checkpoint, load_model
+from headrace.models.loader import load_model
 from headrace.quantization.scheme import Slot
 
 PROMPT = [[5, 9, 33, 2, 71]]
@@ -132,7 +133,7 @@ def test_shape_mismatch_names_tensor_and_both_shapes(folder: Path) -> None:
 def test_all_headers_are_checked_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(folder, **{K_PROJ: torch.zeros(16, 64)})
     shard(folder)
-    monkeypatch.setattr(loader, "read_slices", lambda wanted: pytest.fail("it reads"))
+    monkeypatch.setattr(filling, "read_slices", lambda wanted: pytest.fail("it reads"))
     with pytest.raises(CheckpointError, match=K_PROJ):
         logits(folder)
 

@@ -17,7 +17,8 @@ from tiny_configs import ALIKE, VARIANTS, tiny_config
 from torch import Tensor
 
 from headrace.model_config import ModelConfig
-from headrace.models.registry import SERVED, describe
+from headrace.models.registry import SERVED
+from headrace.models.served import describe
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
 

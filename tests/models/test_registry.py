@@ -13,8 +13,9 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.feed_forwards import Experts
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import ModelConfig
-from headrace.models.registry import MODELS, attention_specs, describe, read_served_config, resolve
+from headrace.models.registry import MODELS
 from headrace.models.ropes import ROPE_FIELDS
+from headrace.models.served import attention_specs, describe, read_served_config, resolve
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -275,7 +276,8 @@ def test_an_installed_package_may_bring_a_family(tmp_path: Path, monkeypatch: py
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
     (folder / "entry_points.txt").write_text("[headrace.models]\nBrought = brought:ENTRY\nLost = nowhere:ENTRY\n")
     (tmp_path / "brought.py").write_text(
-        "from headrace.models.registry import LLAMA, ModelEntry\nfrom headrace.models.descriptions import llama\n"
+        "from headrace.models.descriptions import llama\nfrom headrace.models.entry import ModelEntry\n"
+        "from headrace.models.registry import LLAMA\n"
         "ENTRY = ModelEntry('Brought', llama, *LLAMA)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

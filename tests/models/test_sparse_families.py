@@ -16,7 +16,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import UnsupportedModelError
 from headrace.mixers import LatentAttention
 from headrace.model_config import ModelConfig
-from headrace.models.registry import describe
+from headrace.models.served import describe
 
 NEW_TOKENS = 12
 MODELS = {

@@ -22,7 +22,7 @@ from headrace.errors import CheckpointError
 from headrace.kernels.coded import E2M1
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models import loader
+from headrace.models import filling
 from headrace.models.loader import load_model
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
@@ -215,9 +215,9 @@ def test_progress_counts_bytes_that_gate_and_up_share_once(tmp_path: Path, monke
     stacked(tmp_path / "model", "Qwen3MoeForCausalLM", "fp8 in blocks")
     shard(tmp_path / "model")
     reached: list[int] = []
-    monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
+    monkeypatch.setattr(filling, "PROGRESS_FROM_BYTES", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(loader.Progress, "update", lambda self, task, completed: reached.append(completed))
+    monkeypatch.setattr(filling.Progress, "update", lambda self, task, completed: reached.append(completed))
     Driver(tmp_path / "model")
     assert reached == sorted(reached)
     assert reached[-1] == sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))

@@ -23,7 +23,8 @@ from headrace.layers.latent_attention import HeadsOfLatents
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
-from headrace.models.registry import SERVED, describe
+from headrace.models.registry import SERVED
+from headrace.models.served import describe
 from headrace.parameters import total
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model

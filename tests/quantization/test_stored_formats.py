@@ -76,7 +76,7 @@ each_linear = pytest.mark.parametrize("fixture", LINEARS, ids=say)
 
 
 def load(fixture: Fixture, spec: LinearSpec, **changed: Tensor) -> Weights:
-    """Fill the linear's tensors as models/loader.py does, each part with the same ones."""
+    """Fill the linear's tensors as models/filling.py does, each part with the same ones."""
     layout, tensors = fixture.scheme.layout, fixture.tensors | changed
     weights = layout.create_weights(spec, CPU)
     slots = list(layout.slots(spec, weights))

@@ -25,7 +25,7 @@ from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models import loader
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits

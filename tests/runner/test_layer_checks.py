@@ -22,8 +22,8 @@ from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models import loader
-from headrace.models.registry import attention_specs, describe
+from headrace.models import filling, loader
+from headrace.models.served import attention_specs, describe
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.packed import PackedProduct
@@ -54,7 +54,7 @@ CONFIGS = tuple(GemmConfig(bucket, 1, 1, 1) for bucket in BUCKETS)
 
 @pytest.fixture(autouse=True)
 def weights_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
+    monkeypatch.setattr(filling, "DUMMY_RANGE", 0.3)
 
 
 def subject(

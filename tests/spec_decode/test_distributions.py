@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.models import loader
+from headrace.models import filling
 from tests.runner.harness import LLAMA
 
 VOCAB = 13
@@ -58,7 +58,7 @@ def write_config(folder: Path, **changes: object) -> str:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The model and another, whose first layer is alike, of weights with which tokens differ in chance."""
     where = tmp_path_factory.mktemp("small vocabulary")
-    with mock.patch.object(loader, "DUMMY_RANGE", 0.8):
+    with mock.patch.object(filling, "DUMMY_RANGE", 0.8):
         yield write_config(where / "model"), write_config(where / "another", num_hidden_layers=1)
 
 

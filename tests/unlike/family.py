@@ -28,7 +28,7 @@ from headrace.model_config import Fields, ModelConfig
 from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.dense_families import PARALLEL, SANDWICH
 from headrace.models.descriptions import Described
-from headrace.models.registry import ModelEntry
+from headrace.models.entry import ModelEntry
 from headrace.parameters import linear
 
 ARCHITECTURE = "UnlikeForCausalLM"

@@ -22,7 +22,7 @@ from headrace.cache_groups import cache_layout
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.loader import build_model
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.stages import Stage
 from tests.models.driver import make_context
 from tests.models.mixed_format import quantize

@@ -13,7 +13,7 @@ from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_specs
+from headrace.models.served import attention_specs
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.graphs import GRAPH_KEYS

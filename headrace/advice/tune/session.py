@@ -26,7 +26,7 @@ from headrace.advice.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, par
 from headrace.config import EngineConfig, cache_folder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, profile_path, write_profile
 

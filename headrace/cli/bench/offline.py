@@ -11,7 +11,7 @@ from headrace.cli.bench.options import OfflineOptions
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.hub import resolve_model_folder
-from headrace.models.registry import read_served_config
+from headrace.models.served import read_served_config
 from headrace.sampling_params import SamplingParams
 
 

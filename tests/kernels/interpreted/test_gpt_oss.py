@@ -20,7 +20,7 @@ from headrace.kernels.tiled import TiledWeight
 from headrace.layers.context import LayerContext
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_specs
+from headrace.models.served import attention_specs
 from headrace.quantization.packed import PackedProduct
 
 ARCHITECTURE = "GptOssForCausalLM"

@@ -21,9 +21,9 @@ from headrace.layer_parts import Rope, Temperature
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.model_config import Fields, ModelConfig
-from headrace.models import loader, registry
+from headrace.models import filling, loader, registry
 from headrace.models.descriptions import Described
-from headrace.models.registry import attention_specs, describe
+from headrace.models.served import attention_specs, describe
 from headrace.runner import latent_checks, layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
@@ -89,7 +89,7 @@ def check(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
+    monkeypatch.setattr(filling, "DUMMY_RANGE", 0.3)
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES)
     monkeypatch.setattr(latent_checks, "DECODES", FEW_DECODES[:2])
     for place in ("headrace.kernels.attention", "headrace.attention.triton_attn"):
