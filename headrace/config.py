@@ -1,55 +1,20 @@
 """Defines every setting: one field is flag, help text, default, row in the docs and Python keyword at once.
 
 Names are vLLM's. `None` means that the planner derives the value from hardware, model and workload
-(planner/decisions.py). Environment variables are read in this file and nowhere else.
+(planner/decisions.py). What a field may say of itself is in knobs.py, its environment variable in environment.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import os
-import tempfile
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob
 from headrace.speculation import Speculation
 from headrace.stages import parse_partition
-
-
-def knob(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[Any, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    short: str | None = None,
-    aliases: tuple[str, ...] = (),
-    group: str = "engine",
-) -> Any:
-    """Return a dataclass field with everything that the command line, the docs and the checks need to know about it.
-    `short` is an alias with one dash ("-tp"), `aliases` are further names ("--dataset"). On the command line, a field
-    of type `dict` is given as JSON."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "short": short,
-        "aliases": aliases,
-        "group": group,
-    }
-    if isinstance(default, dict | list):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -442,120 +407,3 @@ class ServerConfig:
                 "api_key must not be empty (--api-key, VLLM_API_KEY): an empty key would let everybody in; to serve "
                 "without keys, leave both away"
             )
-
-
-def _plain_type(annotation: Any) -> tuple[type, bool]:
-    """Return the plain type of an annotation, and whether it may be None: (int, True) for `int | None`."""
-    optional = False
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
-        optional = len(arms) < len(typing.get_args(annotation))
-        annotation = arms[0]
-    return typing.get_origin(annotation) or annotation, optional
-
-
-@functools.cache
-def knob_types(config_class: type) -> Mapping[str, tuple[type, bool]]:
-    """Return field name -> (plain type, whether it may be None). Cached, as a plan checks a hundred configurations."""
-    return {name: _plain_type(hint) for name, hint in typing.get_type_hints(config_class).items()}
-
-
-def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any) -> str | None:
-    """Return what is wrong with a value and what is accepted ("must be at least 1, got 0"), or None if it is right."""
-    if value is None and optional:
-        return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) < 1e300 else math.inf
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        return f"must be of type {kind.__name__}, got {value!r}"
-    if meta["choices"] is not None and value not in meta["choices"]:
-        return f"must be one of {', '.join(map(str, meta['choices']))}; got {value!r}"
-    if meta["minimum"] is not None and not value >= meta["minimum"]:
-        return f"must be at least {meta['minimum']}, got {value!r}"
-    if meta["maximum"] is not None and not value <= meta["maximum"]:
-        return f"must be at most {meta['maximum']}, got {value!r}"
-    return None
-
-
-def check_knobs(config: Any) -> None:
-    """Check each field against its metadata. Raises ConfigError naming field, value and what is accepted."""
-    config_class: type = type(config)
-    kinds = knob_types(config_class)
-    for field in dataclasses.fields(config):
-        problem = knob_problem(field.metadata, *kinds[field.name], getattr(config, field.name))
-        if problem is not None:
-            raise ConfigError(f"{field.name} {problem}")
-
-
-ENVIRONMENT_KNOBS = {
-    "VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib",
-    "VLLM_API_KEY": "api_key",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "timeout_keep_alive",
-    "VLLM_BATCH_INVARIANT": "batch_invariant",
-    "VLLM_ATTENTION_BACKEND": "attention_backend",
-    "VLLM_PP_LAYER_PARTITION": "pp_layer_partition",
-}
-SWITCHES = {"1": True, "true": True, "0": False, "false": False}
-
-
-def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the values that environment variables give to fields of `config_class`. Flags win over them."""
-    environ = os.environ if environ is None else environ
-    kinds = knob_types(config_class)
-    values: dict[str, Any] = {}
-    for variable, name in ENVIRONMENT_KNOBS.items():
-        text = environ.get(variable)
-        if name not in kinds or text is None or (not text and name != "api_key"):
-            continue  # an empty key does not count as absent: whoever sets it believes that there is a key
-        if name == "attention_backend" and text.upper() in ATTENTION_OF_VLLM:
-            continue
-        kind = kinds[name][0]
-        try:
-            if kind is bool:
-                values[name] = SWITCHES[text.lower()]
-            else:
-                values[name] = [text] if kind is list else kind(text)
-        except (ValueError, KeyError):
-            raise ConfigError(
-                f"environment variable {variable} must be of type {kind.__name__}, got {text!r}"
-            ) from None
-    return values
-
-
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for measurements of this machine: HEADRACE_CACHE, or `headrace` in the user's cache folder. A
-    user without a home folder, as in a container that runs under any number, gets one among the temporary folders."""
-    environ = os.environ if environ is None else environ
-    if given := environ.get("HEADRACE_CACHE"):
-        return Path(given)
-    try:
-        return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
-    except RuntimeError:
-        return Path(tempfile.gettempdir(), f"headrace-{os.getuid()}")
-
-
-def environment() -> dict[str, str]:
-    """Return a copy of all environment variables, for code that examines them rather than obeys them."""
-    return dict(os.environ)
-
-
-CPU_VARIABLES = {
-    # Else OpenMP's barriers spin for milliseconds when cores are shared with another busy process. (16 tiny sequences
-    # on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
-    "GOMP_SPINCOUNT": "1000",
-    # oneDNN keeps a compiled product for every number of tokens that it met, up to 1024 of some megabytes each. A step
-    # needs one for each size of linear, which its layers share; to compile one anew takes 0.2 ms.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
-}
-
-
-def calm_cpu_libraries() -> None:
-    """Set environment variables for the libraries with which torch computes on a CPU. Call it before torch is imported.
-    Child processes inherit them; what the user has set stays."""
-    for name, value in CPU_VARIABLES.items():
-        os.environ.setdefault(name, value)
-
-
-def child_environment(**extra: str) -> dict[str, str]:
-    """Return the environment for a child process: this one's, and `extra` where the user has not set it."""
-    return {**extra, **os.environ}

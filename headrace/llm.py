@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headrace.advice.flags.keywords import engine_keywords
 from headrace.advice.flags.table import flags_by_name, notice
-from headrace.config import EngineConfig, knobs_from_environment
+from headrace.config import EngineConfig
 from headrace.engine import offline_pooling
 from headrace.engine.async_engine import make_metrics, model_folder
 from headrace.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, likely_next
@@ -32,6 +32,7 @@ from headrace.engine.input_processor import InputProcessor, ModelLimits, samplin
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
 from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling
 from headrace.engine.tokenizer import load_tokenizer
+from headrace.environment import knobs_from_environment
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.served import read_served_config
 from headrace.pooling import (

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.config import cache_folder, child_environment
+from headrace.environment import cache_folder, child_environment
 
 SOCKETS = "headrace-sockets-"
 """The beginning of a socket folder's name."""

@@ -10,18 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config import (
-    EngineConfig,
-    ServerConfig,
-    cache_folder,
-    calm_cpu_libraries,
-    check_knobs,
-    child_environment,
-    knob,
-    knob_types,
-    knobs_from_environment,
-)
+from headrace.config import EngineConfig, ServerConfig
+from headrace.environment import cache_folder, calm_cpu_libraries, child_environment, knobs_from_environment
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob, knob_types
 
 
 def test_defaults_are_valid_and_frozen() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import EngineConfig, knob_types
+from headrace.config import EngineConfig
+from headrace.knobs import knob_types
 from headrace.models.registry import MODELS
 from headrace.quantization.formats import MADE_AT_LOAD
 from tests.serving import Serve

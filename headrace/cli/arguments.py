@@ -27,15 +27,10 @@ from headrace.advice.flags.table import (
     judge_variables,
     notice,
 )
-from headrace.config import (
-    EngineConfig,
-    ServerConfig,
-    environment,
-    knob_problem,
-    knob_types,
-    knobs_from_environment,
-)
+from headrace.config import EngineConfig, ServerConfig
+from headrace.environment import environment, knobs_from_environment
 from headrace.errors import ConfigError
+from headrace.knobs import knob_problem, knob_types
 
 Config = TypeVar("Config")
 

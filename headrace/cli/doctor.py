@@ -17,8 +17,9 @@ from headrace.advice.doctor.finding import Finding, Severity
 from headrace.advice.doctor.machine import Machine
 from headrace.advice.doctor.survey import Survey
 from headrace.cli.arguments import FlagParser
-from headrace.config import check_knobs, environment, knob
+from headrace.environment import environment
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from headrace.cli.arguments import FlagParser, build_config, flag_of
-from headrace.config import EngineConfig, check_knobs, knob, knob_types
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from headrace.hub import DEMO_MODEL
+from headrace.knobs import check_knobs, knob, knob_types
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import COMPATIBLE_ONLY, SamplingParams
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import FlagParser, build_config
-from headrace.config import check_knobs, knob
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob
 
 if TYPE_CHECKING:
     from headrace.convert.quantize import Outcome

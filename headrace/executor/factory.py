@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.config import EngineConfig, calm_cpu_libraries
+from headrace.config import EngineConfig
+from headrace.environment import calm_cpu_libraries
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.model_config import ModelConfig

@@ -10,17 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.config import (
-    BLOCK_SIZES,
-    CHECKPOINT_WORDS,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    OBJECTIVES,
-    QUANTIZATIONS,
-    check_knobs,
-    knob,
-)
+from headrace.config import BLOCK_SIZES, CHECKPOINT_WORDS, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, QUANTIZATIONS
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob
 from headrace.quantization.formats import FORMATS
 
 ENGINES = ("headrace", "vllm")

@@ -20,7 +20,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from headrace import __version__
-from headrace.config import EngineConfig, cache_folder
+from headrace.config import EngineConfig
+from headrace.environment import cache_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE

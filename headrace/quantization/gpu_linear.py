@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.config import cache_folder
+from headrace.environment import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY, TritonError
 from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, fp8_linear, quantize
 from headrace.kernels.gemm import skinny_linear

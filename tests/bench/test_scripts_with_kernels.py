@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import child_environment
+from headrace.environment import child_environment
 
 BENCH = Path(__file__).parents[2] / "bench"
 

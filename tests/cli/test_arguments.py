@@ -15,8 +15,9 @@ from headrace.cli.bench.command import build_parser as bench_parser
 from headrace.cli.generate import build_parser as generate_parser
 from headrace.cli.plan import build_parser as plan_parser
 from headrace.cli.serve import build_parser as serve_parser
-from headrace.config import EngineConfig, ServerConfig, knob
+from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
+from headrace.knobs import knob
 
 
 def parse(line: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import child_environment
+from headrace.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import child_environment
+from headrace.environment import child_environment
 
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))

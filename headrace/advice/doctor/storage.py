@@ -9,7 +9,7 @@ from headrace.advice.doctor.finding import Finding, ok, unknown
 from headrace.advice.doctor.gpu import GIB, gib
 from headrace.advice.doctor.machine import Machine
 from headrace.advice.doctor.survey import Survey
-from headrace.config import cache_folder
+from headrace.environment import cache_folder
 
 SMALL_DISK = 40 * GIB
 """An 8B model in bf16 takes 16 GB, a 70B one 141 GB."""

@@ -10,8 +10,8 @@ from typing import Any
 from headrace.advice.explain.command_line import CommandLine
 from headrace.advice.explain.setting import object_of
 from headrace.advice.flags.table import human_int
-from headrace.config import knob_types
 from headrace.errors import ConfigError
+from headrace.knobs import knob_types
 
 AUTO = ("auto", "none", "")
 AUTO_LENGTH = ("auto", "-1")

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.advice.flags.table import Known, Note, flags_by_name, foreign_value, judge, shown
-from headrace.config import EngineConfig, knob_types
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.knobs import knob_types
 
 LEVEL_FLAG = "--optimization-level"
 """The flag that a number given as compilation_config stands for."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.advice.flags.secrets import HIDDEN, is_secret, masked, without_assignments
-from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
+from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig
 from headrace.errors import ConfigError
+from headrace.knobs import knob_types
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
 NEGATIONS = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.config import check_knobs, knob
+from headrace.knobs import check_knobs, knob
 from headrace.planner.profile import Workload
 
 

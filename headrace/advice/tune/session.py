@@ -23,7 +23,8 @@ from headrace.advice.tune.record import Journal, Result, Trial
 from headrace.advice.tune.report import Report, as_json
 from headrace.advice.tune.trial import TrialRunner
 from headrace.advice.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_seconds
-from headrace.config import EngineConfig, cache_folder
+from headrace.config import EngineConfig
+from headrace.environment import cache_folder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
 from headrace.models.served import read_served_config

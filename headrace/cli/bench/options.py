@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import check_knobs, knob
 from headrace.errors import ConfigError
+from headrace.knobs import check_knobs, knob
 
 DATASETS = ("random", "sharegpt", "azure", "mooncake")
 CHAT_BACKEND = "openai-chat"

@@ -19,7 +19,8 @@ from headrace.advice.flags.table import (
     variables_by_name,
 )
 from headrace.cli.bench.options import DatasetOptions, LatencyOptions, ServeBenchOptions, ThroughputOptions
-from headrace.config import ENVIRONMENT_KNOBS, EngineConfig, ServerConfig
+from headrace.config import EngineConfig, ServerConfig
+from headrace.environment import ENVIRONMENT_KNOBS
 from headrace.errors import ConfigError
 
 SCOPES = ("engine", "server", "bench", "offline", "quantize", "download", "docker")
