@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_configs import VARIANTS, tiny_config
 
 from headrace.cache_groups import cache_layout
 from headrace.distributed.mesh import Group, Mesh
@@ -35,7 +39,6 @@ from headrace.planner.shapes import ModelShape, rank_shares, shape_of
 from headrace.planner.weights import layer_bytes
 from headrace.stages import Stage, divide_layers
 from tests.models.driver import make_context
-from tests.models.tiny_configs import VARIANTS, tiny_config
 from tests.planner.planner_cases import mapped
 from tests.sampled import sampled
 
