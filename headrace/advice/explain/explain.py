@@ -1,7 +1,7 @@
 """Explains a command line of vLLM flag by flag, and writes better lines for vLLM and for headrace.
 
 It says what each setting does, on which hardware, whether it helps here, what is wrong with it, and what becomes of it
-in headrace. What a flag does stands in flags/names.json, what is to be said of it in remarks.json and remarks_*.py.
+in headrace. What a flag does stands in flags/names.json, what is to be said of it in remarks.json and made_remarks.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from headrace.advice.explain.better_line import better_lines
 from headrace.advice.explain.case import Case, make_case
 from headrace.advice.explain.command_line import SCOPES, CommandLine, parse_command, parse_commands
 from headrace.advice.explain.findings import Finding, findings_of
+from headrace.advice.explain.made_remarks import MADE_REMARKS
 from headrace.advice.explain.remark import Remark, choose
-from headrace.advice.explain.remarks_engine import ENGINE_REMARKS
-from headrace.advice.explain.remarks_memory import MEMORY_REMARKS
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.config import CHECKPOINT_WORDS
@@ -29,8 +28,6 @@ from headrace.planner.engines import model_gaps
 
 CLAIMS: dict[str, str] = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
 """What guides claim that does not hold, or not as they put it, by name."""
-REMARKS = {**MEMORY_REMARKS, **ENGINE_REMARKS}
-"""Setting -> what makes a remark on it where no rule applies."""
 ROUNDS = 4
 """How often a better line is examined: what mends one thing may leave, or break, another."""
 HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
@@ -160,7 +157,7 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     if known.hardware and case.vendor not in ("", known.hardware):
         text = f"means something on {HARDWARE[known.hardware]}'s GPUs alone, not on {case.gpu}"
         return Remark("no effect", text, "drop")
-    remark = choose(case, setting) or REMARKS.get(setting.key, lambda case, setting: None)(case, setting)
+    remark = choose(case, setting) or MADE_REMARKS.get(setting.key, lambda case, setting: None)(case, setting)
     if remark is not None:
         return remark
     if known.era.startswith("gone"):

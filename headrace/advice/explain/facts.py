@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from headrace.advice.explain.case import MASTER, Case
+from headrace.advice.explain.case import MASTER, Case, duration, size
 from headrace.advice.explain.context import OVERRIDES, changes_of, config_of, context_of, rope_theta
 from headrace.advice.explain.setting import Setting, object_of
 from headrace.advice.flags.table import human_int
 from headrace.planner.catalogue import find_model
+from headrace.planner.chips import GIB
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 from headrace.planner.shapes import expert_share
 
+LARGE_STEP = 16384
+"""Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it."""
 OFF_BY_DEFAULT = ("UNIFIED_ATTENTION", "FUSION_SHARED_EXPERTS", "FP4_ASM_GEMM", "PAGED_ATTN", "TRITON_ROPE",
                   "LINEAR_HIPBMM")  # fmt: skip
 """AITER's switches that are off unless they are set, by what follows the master switch's name."""
+USUAL_SEQS = "a default of vLLM's (1024 where a GPU has much memory, else 256): "
 
 CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
     "on": lambda case, setting: setting.on,
@@ -49,6 +54,12 @@ CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
     "known-format": lambda case, setting: bool(case.checkpoint_format),
     "int4": lambda case, setting: case.checkpoint_format == "int4",
     "stretches-context": lambda case, setting: case.shape is not None and _context(case) != _own_context(case),
+    "stretches": lambda case, setting: case.stretches,
+    "beyond-context": lambda case, setting: case.shape is not None and _asked(case, setting) > _context(case),
+    "below-lengths": lambda case, setting: _lengths(case) > _asked(case, setting),
+    "whole-prompts": lambda case, setting: case.asked.enable_chunked_prefill is False,
+    "large-step": lambda case, setting: _asked(case, setting) > LARGE_STEP,
+    "part-empty": lambda case, setting: 0 < _whole_batches(case) < (case.asked.num_prompts or 0),
     "fp8-cache": lambda case, setting: case.kv_width == 1.0,
     "brings-scales": lambda case, setting: case.shape is not None and case.shape.fp8_kv_cache,
     "aiter": lambda case, setting: case.aiter,
@@ -61,6 +72,10 @@ CONDITIONS_OF: dict[str, Callable[[Case, Setting, str], bool]] = {
     "is": lambda case, setting, pattern: fnmatchcase(setting.value.lower(), pattern),
     "named": lambda case, setting, pattern: fnmatchcase(setting.name, pattern),
     "below": lambda case, setting, limit: human_int(setting.value) < int(limit),
+    "above": lambda case, setting, limit: _asked(case, setting) > float(limit),
+    "equals": lambda case, setting, number: _asked(case, setting) == float(number),
+    "less-than": lambda case, setting, field: _asked(case, setting) < (getattr(case.asked, field) or 0),
+    "more-than": lambda case, setting, field: _asked(case, setting) > (getattr(case.asked, field) or math.inf),
     "graphs": lambda case, setting, mode: str(object_of(setting).get("cudagraph_mode") or "").lower() == mode,
     "backend": lambda case, setting, name: _backend(case).lower() == name,
     "with": lambda case, setting, key: case.line.find(key) is not None,
@@ -88,8 +103,17 @@ FACTS: dict[str, Callable[[Case, Setting], object]] = {
     "context": lambda case, setting: f"{_context(case):,}",
     "own_context": lambda case, setting: f"{_own_context(case):,}",
     "overrides": lambda case, setting: _as_overrides(case),
+    "longest": lambda case, setting: _context(case),
+    "lengths": lambda case, setting: _lengths(case),
+    "sequence_size": lambda case, setting: _sequence_size(case),
+    "usual_seqs": lambda case, setting: USUAL_SEQS if case.asked.max_num_seqs in (256, 1024) else "",
+    "one_sequence": lambda case, setting: _one_sequence(case),
+    "outside": lambda case, setting: _outside(case),
+    "step_time": lambda case, setting: _step_time(case),
+    "smaller_step": lambda case, setting: _smaller_step(case),
+    "whole_batches": lambda case, setting: _whole_batches(case),
 }
-"""What names in braces stand for in the texts of rules."""
+"""What names in braces stand for in the texts of rules, beside the fields of CommandFields."""
 
 
 def holds(when: str, case: Case, setting: Setting) -> bool:
@@ -102,6 +126,49 @@ def _holds(word: str, case: Case, setting: Setting) -> bool:
     if not given:
         return CONDITIONS[name](case, setting)
     return any(CONDITIONS_OF[name](case, setting, one) for one in words.split("|"))
+
+
+def _asked(case: Case, setting: Setting) -> float:
+    """The number that the line asks for by that flag; 0 where it leaves it open."""
+    return getattr(case.asked, setting.key.removeprefix("--").replace("-", "_")) or 0
+
+
+def _lengths(case: Case) -> int:
+    return (case.asked.input_len or 0) + (case.asked.output_len or 0)
+
+
+def _whole_batches(case: Case) -> int:
+    """The requests of whole batches; 0 where that is not known, or not even one is whole."""
+    seqs = case.asked.max_num_seqs or 0
+    return (case.asked.num_prompts or 0) // seqs * seqs if seqs else 0
+
+
+def _sequence_size(case: Case) -> str:
+    one = case.kv_bytes(case.asked.max_model_len or 0, case.kv_width)
+    windows = ", windows counted" if case.has_windows else ""
+    return "" if one is None else f". One sequence that long takes {size(one)}{windows}"
+
+
+def _one_sequence(case: Case) -> str:
+    one = case.kv_bytes(case.asked.max_model_len or 0, case.kv_width)
+    return "" if one is None else f" ({size(one)}, not {size(one * (case.asked.max_num_seqs or 1))})"
+
+
+def _outside(case: Case) -> str:
+    if case.chip is None:
+        return ""
+    left, memory = 1 - (case.asked.gpu_memory_utilization or 0), case.chip.memory_bytes
+    return f"; {size(left * memory)} of {memory / GIB:.0f} GiB stay outside"
+
+
+def _step_time(case: Case) -> str:
+    seconds = case.step_seconds(case.asked.max_num_batched_tokens or 0)
+    return "" if seconds is None else f". A full one takes about {duration(seconds)} here"
+
+
+def _smaller_step(case: Case) -> int:
+    whole = case.asked.enable_chunked_prefill is False
+    return max(LARGE_STEP, case.asked.max_model_len or 0) if whole else LARGE_STEP
 
 
 def _maybe_on(case: Case, key: str) -> bool:

@@ -1,7 +1,7 @@
 """Defines remarks on a setting of a command line, and the rules that choose one.
 
 Rules are the rows of remarks.json, of which the first that applies to a setting counts. Where a remark depends on
-numbers it is made by a function (remarks_engine.py, remarks_memory.py), which is asked where no row applies.
+several numbers it is made by a function (made_remarks.py), which is asked where no row applies.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class _Words:
         self._of = case, setting
 
     def __getitem__(self, name: str) -> object:
-        return TEXTS[name] if name in TEXTS else FACTS[name](*self._of)
+        if name in TEXTS:
+            return TEXTS[name]
+        return FACTS[name](*self._of) if name in FACTS else getattr(self._of[0].asked, name)
 
 
 def choose(case: Case, setting: Setting) -> Remark | None:

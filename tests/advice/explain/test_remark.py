@@ -8,16 +8,18 @@ import pytest
 
 from headrace.advice.explain import remark
 from headrace.advice.explain.case import make_case
+from headrace.advice.explain.command_fields import CommandFields
 from headrace.advice.explain.command_line import SCOPES, parse_command
-from headrace.advice.explain.explain import CLAIMS, REMARKS
+from headrace.advice.explain.explain import CLAIMS
 from headrace.advice.explain.facts import CONDITIONS, CONDITIONS_OF, FACTS
+from headrace.advice.explain.made_remarks import MADE_REMARKS
 from headrace.advice.explain.remark import RULES, TEXTS, VERDICTS, Rule, choose
 from headrace.advice.flags.table import find_flag, find_variable
 
 SCOPE_NAMES = sorted({scope for scopes in SCOPES.values() for scope in scopes})
 
 
-@pytest.mark.parametrize("name", sorted({*RULES, *REMARKS}))
+@pytest.mark.parametrize("name", sorted({*RULES, *MADE_REMARKS}))
 def test_every_rule_is_for_a_known_setting_and_known_conditions(name: str) -> None:
     assert find_flag(name, SCOPE_NAMES) if name.startswith("-") else find_variable(name)
     for rule in RULES.get(name, ()):
@@ -25,7 +27,7 @@ def test_every_rule_is_for_a_known_setting_and_known_conditions(name: str) -> No
             condition, given, _ = word.partition(":")
             assert condition in (CONDITIONS_OF if given else CONDITIONS)
         named = {field for text in (rule.text, rule.better or "") for _, field, _, _ in string.Formatter().parse(text)}
-        assert named <= {None, *FACTS, *TEXTS}
+        assert named <= {None, *FACTS, *TEXTS, *CommandFields.__dataclass_fields__}
         assert rule.verdict in VERDICTS
         assert rule.claim in ("", *CLAIMS)
 

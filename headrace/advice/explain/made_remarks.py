@@ -1,13 +1,24 @@
-"""Lists what is to be said of flags that spread a model over GPUs or choose how it runs: facts first, then advice."""
+"""Makes what is to be said of flags where it depends on several numbers: facts first, then advice."""
 
 from __future__ import annotations
 
 import json
 
 from headrace.advice.explain.case import LEAST_SHARE, Case, size
-from headrace.advice.explain.remark import MakeRemark, Remark, costs, depends, fine, helps, not_needed, wrong
+from headrace.advice.explain.context import config_of
+from headrace.advice.explain.remark import (
+    MakeRemark,
+    Remark,
+    costs,
+    depends,
+    fine,
+    helps,
+    not_needed,
+    unknown,
+    wrong,
+)
 from headrace.advice.explain.setting import Setting, object_of
-from headrace.config import GRAPH_MODES
+from headrace.config import CHECKPOINT_WORDS, GRAPH_MODES, QUANTIZATIONS
 from headrace.planner.layouts import MANY_REQUESTS
 
 MOST_DRAFT_TOKENS = 2
@@ -109,19 +120,81 @@ def _speculation_of(case: Case) -> dict[str, object]:
     return given | {"num_speculative_tokens": case.asked.speculative_tokens or 1}
 
 
-def _num_prompts(case: Case, setting: Setting) -> Remark | None:
-    prompts, seqs = case.asked.num_prompts, case.asked.max_num_seqs
-    if prompts and seqs and prompts > seqs and prompts % seqs:
-        text = f"no multiple of --max-num-seqs {seqs}: the last batch runs part empty"
-        return costs(text, better=f"--num-prompts {prompts // seqs * seqs}")
-    return None
+def _kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
+    value = setting.value.lower()
+    if case.line.program == "quantize" or not value.startswith("fp8"):
+        return None
+    tokens = case.asked.max_model_len or 8192
+    full, half = case.kv_bytes(tokens), case.kv_bytes(tokens, 1.0)
+    text = "halves the KV cache"
+    if full is not None and half is not None:
+        text += f" (a sequence of {tokens:,} tokens: {size(full)} -> {size(half)})"
+    weights = case.weight_bytes()
+    text += " and rounds K and V, which moves answers; it cannot shrink weights"
+    text += f", which stay {size(weights)} ({_format(case)})" if weights else ""
+    if value == "fp8_e5m2":
+        text += ". e5m2 has 2 bits of mantissa: with outliers in K (Qwen2 and its like) answers go wrong in silence"
+        return costs(text, better="--kv-cache-dtype fp8", claim="kv-dtype-shrinks-weights")
+    if case.shape is not None and case.shape.fp8_kv_cache:
+        text += ". Scales come with this checkpoint"
+    elif case.line.find("--calculate-kv-scales") is None and case.line.engine == "vllm":
+        text += ". Without scales in the checkpoint vLLM takes 1.0"
+    if case.aiter:
+        text += ". AMD's pages contradict each other on AITER with it: see which backend the log names"
+    return helps(text, claim="kv-dtype-shrinks-weights")
 
 
-ENGINE_REMARKS: dict[str, MakeRemark] = {
+def _quantization(case: Case, setting: Setting) -> Remark | None:
+    value, form = setting.value.lower(), case.checkpoint_format
+    from_config = "format-follows-from-the-flag"
+    if value == "gptq" and case.line.engine == "vllm" and _holds_compressed_tensors(case.line.model or ""):
+        text = "checkpoints named so hold compressed-tensors, not GPTQ; config.json says which, and decides"
+        return wrong(text, claim=from_config)
+    if form not in ("bf16", "", *CHECKPOINT_WORDS.get(value, (form,))):
+        return wrong(f"the checkpoint holds {form} weights and keeps them: this is another format", better="drop")
+    if form not in ("bf16", ""):
+        rounds = value in QUANTIZATIONS
+        what = f"{value} is for rounding plain weights" if rounds else "the flag adds nothing"
+        text = f"the checkpoint holds {form} weights already and config.json says how; {what}"
+        return not_needed(text, claim="fp8-flag-on-a-quantized-checkpoint" if rounds else from_config)
+    if value not in QUANTIZATIONS:
+        make = unknown if value not in CHECKPOINT_WORDS else wrong if form else not_needed
+        return make("config.json says the format, and decides", better="drop")
+    plain, small = case.weight_bytes("bf16"), case.weight_bytes("fp8")
+    text = "rounds plain weights to fp8 as they load"
+    if plain is not None and small is not None:
+        text += f": {size(plain)} -> {size(small)}"
+    if case.chip is not None and "fp8" not in case.chip.flops:
+        return depends(f"{text}. {case.gpu} has no fp8 units: it saves memory and no arithmetic")
+    if value.startswith("ptpc"):
+        if case.vendor == "nvidia" and case.line.engine == "vllm":
+            return wrong("vLLM has this format on ROCm alone", better="--quantization fp8")
+        return helps(f"{text}; one scale an output and a token, at the speed of fp8")
+    if case.vendor == "amd":
+        text += ". ptpc_fp8 is as fast and rounds less: a scale for each output"
+        return helps(text, better="--quantization ptpc_fp8")
+    return helps(text)
+
+
+def _holds_compressed_tensors(model: str) -> bool:
+    """As config.json says, or where that is not known the name."""
+    held = config_of(model).get("quantization_config")
+    if isinstance(held, dict):
+        return held.get("quant_method") == "compressed-tensors"
+    return "quantized.w" in model.lower()
+
+
+def _format(case: Case) -> str:
+    return {"bf16": "16 bits"}.get(case.weight_format, case.weight_format)
+
+
+MADE_REMARKS: dict[str, MakeRemark] = {
     "--tensor-parallel-size": _tensor_parallel_size,
     "--compilation-config": _compilation_config,
     "--speculative-config": _speculation,
     "--speculative-model": _speculation,
     "--num-speculative-tokens": _speculation,
-    "--num-prompts": _num_prompts,
+    "--kv-cache-dtype": _kv_cache_dtype,
+    "--quantization": _quantization,
 }
+"""Setting -> what makes a remark on it where no rule applies."""
