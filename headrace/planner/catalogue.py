@@ -21,26 +21,17 @@ from headrace.model_config import read_config
 from headrace.planner.shapes import ModelShape, shape_of
 
 DATA = Path(__file__).with_name("catalogue.json")
-FORMAT_WORDS = {
-    "fp8": "fp8",
-    "mxfp4": "mxfp4",
-    "nvfp4": "nvfp4",
-    "int8": "int8",
-    "w8a8": "int8",
-    "quantized.w8a8": "int8",
-    "w8a16": "w8a16",
-    "quantized.w8a16": "w8a16",
-    "int4": "int4",
-    "awq": "int4",
-    "gptq": "int4",
-    "w4a16": "int4",
-    "quantized.w4a16": "int4",
-    "bf16": "bf16",
-}
+
+
+class _Words(msgspec.Struct):
+    formats: dict[str, str]
+    variants: set[str]
+
+
+_WORDS = msgspec.json.decode(Path(__file__).with_name("checkpoint_words.json").read_bytes(), type=_Words)
+FORMAT_WORDS = _WORDS.formats
 """Words of a checkpoint's name that say in which format its linears are."""
-VARIANT_WORDS = {"meta", "base", "instruct", "it", "chat", "hf", "preview", "kv", "dynamic", "quark",
-                 "v0.1", "v0.3", "0324", "0528",
-                 "2507", "2512", "thinking"}  # fmt: skip
+VARIANT_WORDS = _WORDS.variants
 """Words of a checkpoint's name that do not change the model's shape."""
 
 

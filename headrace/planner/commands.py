@@ -179,8 +179,6 @@ def _vllm_flags(
         add("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all")
     if parallel.pp > 1 and parallel.tp * parallel.pp > per_node:
         add("--distributed-executor-backend", "ray", "stages on several nodes")
-    if parallel.pp > 1:
-        flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         add("--quantization", scenario.weight_format, "rounds the weights as they load")
     if kv_dtype.startswith("fp8"):

@@ -64,16 +64,6 @@ class EngineTraits:
     """what the host starts for a layer's experts where there is no graph: kernels, buffers, Python around them"""
 
 
-TRAITS = {
-    "headrace": EngineTraits(
-        attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=6,
-        graph_decodes=1 << 20, graph_tokens=0, expert_operations=10,
-    ),
-    "vllm": EngineTraits(
-        attention_kernels=6, latent_kernels=10, index_kernels=6, dense_kernels=4, expert_kernels=8,
-        graph_decodes=512, graph_tokens=512, expert_operations=28,
-    ),
-}  # fmt: skip
 GROUPED = 0.72
 """Rate of the experts' products, as a share of one large product's. H200: 2,048 tokens over 128 experts of 2048 x 768
 take 485 us a layer in our kernels, of which bytes alone explain 280."""
@@ -98,13 +88,15 @@ class Fitted:
     origin: str
 
 
-DATA = Path(__file__).with_name("efficiencies.json")
-"""chip -> engine -> Fitted"""
-EFFICIENCIES: dict[tuple[str, str], Fitted] = {
-    (chip, engine): fitted
-    for chip, engines in msgspec.json.decode(DATA.read_bytes(), type=dict[str, dict[str, Fitted]]).items()
-    for engine, fitted in engines.items()
-}
+class _Data(msgspec.Struct):
+    traits: dict[str, EngineTraits]
+    """by engine"""
+    fitted: dict[str, dict[str, Fitted]]
+    """by chip and engine"""
+
+
+_DATA = msgspec.json.decode(Path(__file__).with_name("efficiencies.json").read_bytes(), type=_Data)
+TRAITS, EFFICIENCIES = _DATA.traits, _DATA.fitted
 SAME_ARCHITECTURE, SAME_VENDOR = 0.25, 0.35
 """Narrowest bands where the constants come from another chip."""
 
@@ -124,7 +116,7 @@ def find_efficiency(chip: Chip, engine: str) -> Efficiency:
 def find_fitted(chip: Chip, engine: str) -> Fitted:
     """Find the constants of the chip and engine, or those of the vendor's measured chip with a wider band."""
     near = {"amd": "mi300x", "nvidia": "h200"}.get(chip.vendor, "cpu")
-    fitted = EFFICIENCIES.get((near, engine)) or EFFICIENCIES[near, "headrace"]
+    fitted = EFFICIENCIES[near].get(engine) or EFFICIENCIES[near]["headrace"]
     if chip.name == near:
         return fitted
     same = chip.arch == CHIPS[near].arch

@@ -20,7 +20,7 @@ class Deployment:
     chip: Chip
     parallel: Parallel
     weight_format: str
-    """one of quantization/formats.py, for what `shape.parts_in` names"""
+    """one of quantization/formats.py; `shape.part_format` says which parts are in it"""
     kv_dtype_bytes: float
     engine: str
     """headrace or vllm: whose efficiencies count"""

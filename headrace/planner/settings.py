@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import select_backend
@@ -23,30 +26,24 @@ from headrace.planner.speculation import plan_draft
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
-ORDER = (
-    "device", "tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition", "attention_backend", "dtype",
-    "quantization", "kv_cache_dtype", "block_size", "num_gpu_blocks", "gpu_memory_utilization", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "mixed_step_tokens", "enable_chunked_prefill", "enable_prefix_caching",
-    "async_scheduling", "cudagraph_mode", "cudagraph_capture_sizes",
-)  # fmt: skip
-"""The order in which a start lists its settings; others come after these."""
-DEFAULTS = {
-    "block_size": "little of a sequence's last block is wasted; speed hardly depends on it",
-    "gpu_memory_utilization": "for weights, steps, graphs and cache; the rest is for other programs, and a margin",
-    "enable_chunked_prefill": "a long prompt delays running requests by one step at most",
-    "enable_prefix_caching": "prompts that start alike share blocks; a miss costs nothing",
-    "async_scheduling": "the host schedules a step while the one before it runs",
-}
-"""Settings that keep their default unless somebody gives another value, and why the default is good."""
-WANTED = {
-    "latency": "the shortest answer",
-    "interactive": "the most tokens at a reading pace",
-    "throughput": "the most tokens",
-}
+
+
+class _Words(msgspec.Struct):
+    """Holds settings.json."""
+
+    order: list[str]
+    """in which a start lists its settings; others come after these"""
+    defaults: dict[str, str]
+    """settings that keep their default unless somebody gives another value, and why the default is good"""
+    wanted: dict[str, str]
+    """what each objective wants of a layout"""
+
+
+WORDS = msgspec.json.decode(Path(__file__).with_name("settings.json").read_bytes(), type=_Words)
 
 
 def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:
-    """List the last decision on each field, and one on every field that nobody decided, in the order of ORDER."""
+    """List the last decision on each field, and one on every field that nobody decided, in settings.json's order."""
     last = {entry.field: entry for entry in decisions}
     size = config.tensor_parallel_size
     if size == 1:
@@ -58,14 +55,14 @@ def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[De
         undecided.append(Decision("quantization", None, "weights stay as the checkpoint holds them"))
     for entry in undecided:
         last.setdefault(entry.field, entry)
-    place = {name: number for number, name in enumerate(ORDER)}
+    place = {name: number for number, name in enumerate(WORDS.order)}
     return sorted(last.values(), key=lambda entry: place.get(entry.field, len(place)))
 
 
 def default_settings(config: EngineConfig) -> Iterator[Decision]:
-    """Yield decisions on DEFAULTS and on graph sizes, from a config whose cudagraph_mode is settled."""
+    """Yield decisions on what has a default, and on graph sizes, from a config whose cudagraph_mode is settled."""
     usual = EngineConfig()
-    for name, why in DEFAULTS.items():
+    for name, why in WORDS.defaults.items():
         value = getattr(config, name)
         if name == "gpu_memory_utilization" and config.device == "cpu":
             why = "a CPU's memory is shared with other programs; this bounds nothing here"
@@ -132,7 +129,7 @@ def _why_layout(scenario: Scenario, result: SearchResult) -> str:
     reached = score(objective, best.prediction)
     if objective == "interactive" and reached < 0:
         return f"of {count} layouts, none of which keeps to {PACE}, the nearest: {what}"
-    wanted = WANTED[objective]
+    wanted = WORDS.wanted[objective]
     if max(score(objective, other.prediction) for other in result.ranked[1:]) > reached:
         return f"the simplest of those that give about {wanted}, of {count} layouts: {what}"
     return f"{wanted} of {count} layouts: {what}"
@@ -266,7 +263,7 @@ def _block_size(scenario: Scenario, backend: Decision) -> Decision:
         return Decision("block_size", scenario.block_size, "given", source="user")
     sparse = backend.value == "ROCM_AITER_MLA_SPARSE"
     return Decision(
-        "block_size", scenario.block_size, "what the sparse backend takes" if sparse else DEFAULTS["block_size"]
+        "block_size", scenario.block_size, "what the sparse backend takes" if sparse else WORDS.defaults["block_size"]
     )
 
 

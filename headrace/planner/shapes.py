@@ -113,11 +113,6 @@ class ModelShape:
     def is_mla(self) -> bool:
         return any(group.mixer.kind == "mla" for group in self.groups)
 
-    def parts_in(self, weight_format: str) -> tuple[str, ...]:
-        """Return the parts that are in a format when `weight_format` is asked for: as the checkpoint has it, else
-        all."""
-        return tuple(part for part in PARTS if self.part_format(part, weight_format).name != PLAIN.name)
-
     def part_format(self, part: str, weight_format: str) -> WeightFormat:
         """Return the format of the linears of one of PARTS when `weight_format` is asked for."""
         if weight_format != self.weight_format or self.held == PLAIN:

@@ -115,7 +115,7 @@ LINES: list[tuple[str, str, dict[str, Any], dict[str, str | None], tuple[str, ..
      ("--data-parallel-size",), "2 servers a node"),
     # Stages beyond a node go over Ray; nodes of replicas run the same.
     ("llama-3.1-405b", "h100", {"num_gpus": 16},
-     {"--pipeline-parallel-size": "2", "--distributed-executor-backend": "ray"}, (), "Ray cluster of 2 nodes"),
+     {"--pipeline-parallel-size": "2", "--distributed-executor-backend": "ray"}, ("-pp",), "Ray cluster of 2 nodes"),
     ("llama-3.1-70b", "h200", {"num_gpus": 16, "tensor_parallel_size": 8}, {}, ("--data-parallel-size",),
      "the same on each of 2 nodes"),
     # Graphs are asked for where vLLM's own end.
