@@ -18,7 +18,7 @@ import torch
 
 from h200_parts.forced import Sequence, decode, stepped_core
 from h200_parts.format_numerics import BOUND, random_tokens, unmeasured, watch
-from h200_parts.numerics import compare
+from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from headrace.config import EngineConfig
 from headrace.models.registry import SERVED
@@ -68,7 +68,12 @@ def case(run: Run, name: str, tiny_configs: Any) -> None:
         write_model(name, folder, tiny_configs)
         batches = [random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if run.smoke else None]]
         found = headrace_logits(run, folder, batches)
-        exact, theirs = (transformers_logits(run, name, folder, dtype, batches) for dtype in ("float32", "bfloat16"))
+        tokens = [tokens for batch in batches for tokens in batch]
+        eager = {"attn_implementation": "eager"}  # what is faster may leave out soft caps
+        exact, theirs = (
+            transformers_logits(run.settings, name, folder, dtype, tokens, NEW_TOKENS, **eager)
+            for dtype in ("float32", "bfloat16")
+        )
     except Exception as error:  # the families behind it are still compared
         run.case(name, False, f"{type(error).__name__}: {str(error)[:600]}")
         return
@@ -118,9 +123,8 @@ def headrace_logits(run: Run, folder: Path, batches: list[list[list[int]]]) -> F
     knobs: dict[str, Any] = {
         "model": str(folder), "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 32,
         "max_num_batched_tokens": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 256,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": True, **run.settings.place(0.3),
     }  # fmt: skip
-    knobs |= {"device": "cpu", "cpu_threads": 1} if run.smoke else {"gpu_memory_utilization": 0.3}
     made: list[Sequence] = []
     inside: Counter[str] = Counter()
     with unmeasured(), stepped_core(EngineConfig(**(knobs | run.settings.engine)), folder) as core:
@@ -144,20 +148,3 @@ def headrace_logits(run: Run, folder: Path, batches: list[list[list[int]]]) -> F
 def parts(batch: list[list[int]]) -> tuple[list[list[int]], int, list[list[int]]]:
     """Return prompts, how many tokens go on behind them, and these."""
     return [tokens[:-NEW_TOKENS] for tokens in batch], NEW_TOKENS, [tokens[-NEW_TOKENS:] for tokens in batch]
-
-
-@torch.inference_mode()
-def transformers_logits(
-    run: Run, name: str, folder: Path, dtype: str, batches: list[list[list[int]]]
-) -> list[Sequence]:
-    """Run transformers' model over the same tokens."""
-    import transformers
-
-    model_class, eager = getattr(transformers, name), "eager"  # what is faster may leave out soft caps
-    model = model_class.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=eager)
-    model = model.to(run.settings.device).eval()
-    made = []
-    for tokens in (tokens for batch in batches for tokens in batch):
-        ids = torch.tensor([tokens[:-1]], device=run.settings.device)
-        made.append(Sequence(tokens[-NEW_TOKENS:], model(ids).logits[0, -NEW_TOKENS:]))
-    return made

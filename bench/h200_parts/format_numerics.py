@@ -123,8 +123,8 @@ class Steps:
             "model": settings.write_config(name, config), "load_format": "dummy", "dtype": dtype,
             "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512,
             "enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 512,
+            **settings.place(0.5),
         }  # fmt: skip
-        base |= {"device": "cpu", "cpu_threads": 1} if self.run.smoke else {"gpu_memory_utilization": 0.5}
         made: list[Sequence] = []
         inside: Counter[str] = Counter()
         with ExitStack() as open_until_end:

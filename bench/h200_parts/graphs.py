@@ -78,9 +78,8 @@ def run_mode(
 ) -> Tokens:
     """Return the tokens of three rounds: graph sizes are met, captured and replayed."""
     began = time.monotonic()
-    place: dict[str, Any] = {"device": "cpu", "cpu_threads": 1} if run.smoke else {"gpu_memory_utilization": 0.4}
     limits = {"max_num_seqs": 24, "max_num_batched_tokens": 300, "skip_tokenizer_init": True}
-    with LLM(model, **limits, **place, **settings) as llm:
+    with LLM(model, **limits, **run.settings.place(0.4), **settings) as llm:
         start = time.monotonic() - began
         tokens: Tokens = []
         for _ in range(3):

@@ -118,12 +118,10 @@ def same_requests(
     """Add a case for each kind of traffic. Without the flag answers may differ, and it only prints how many do."""
     draw = random.Random(name)
     requests = requests_of(draw, vocab, lengths, 6 if run.smoke else 24, num)
-    place: dict[str, Any] = {"device": "cuda", "gpu_memory_utilization": 0.5}
-    if run.smoke:
-        place = {"device": "cpu", "cpu_threads": 1}
 
     def start(**more: Any) -> EngineCore:
-        settings = {"num_gpu_blocks_override": 4096, "batch_invariant": True, "dtype": "bfloat16", **place, **more}
+        settings = {"num_gpu_blocks_override": 4096, "batch_invariant": True, "dtype": "bfloat16"}
+        settings |= run.settings.place(0.5) | more
         core = build_core(EngineConfig(model=str(folder), max_model_len=length, **settings), folder, False)
         core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # or it would not fill a small pool
         return core

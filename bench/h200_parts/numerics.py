@@ -141,7 +141,12 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     emit("exact-covered", 100 * ours.covered, f"the reference's own {theirs.covered:.1%}")
     emit("exact-argmax", ours.unlike)
     try:
-        other = [_transformers_logits(settings, folder, which, batches, reference) for which in (dtype, "float32")]
+        prompts_of_all = [prompt for batch in batches for prompt in batch]
+        whole = [[*prompt, *one.tokens] for prompt, one in zip(prompts_of_all, reference, strict=True)]
+        other = [
+            transformers_logits(settings, "LlamaForCausalLM", folder, which, whole, NEW_TOKENS)
+            for which in (dtype, "float32")
+        ]
         ours, theirs = compare(logits, other[1]), compare(other[0], other[1])
         error = f"ours is {ours.error:.2e}, transformers' own {theirs.error:.2e}"
         emit("transformers", ours.error / max(theirs.error, 1e-6), error)
@@ -156,17 +161,19 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
 
 
 @torch.inference_mode()
-def _transformers_logits(
-    settings: Settings, folder: Path, dtype: str, batches: list[Prompts], told: list[Sequence]
+def transformers_logits(
+    settings: Settings, name: str, folder: Path, dtype: str, sequences: Prompts, behind: int, **options: Any
 ) -> list[Sequence]:
-    """Run transformers' model over the prompts and the same output tokens."""
-    from transformers import LlamaForCausalLM
+    """Run transformers' model `name` over whole sequences; return the last `behind` tokens of each, and the logits that
+    they would be chosen from."""
+    import transformers
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(settings.device).eval()
+    model = getattr(transformers, name).from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    model = model.to(settings.device).eval()
     made = []
-    for prompt, one in zip([prompt for batch in batches for prompt in batch], told, strict=True):
-        ids = torch.tensor([[*prompt, *one.tokens[:-1]]], device=settings.device)
-        made.append(Sequence(one.tokens, model(ids, logits_to_keep=len(one.tokens)).logits[0]))
+    for tokens in sequences:
+        ids = torch.tensor([tokens[:-1]], device=settings.device)
+        made.append(Sequence(tokens[-behind:], model(ids).logits[0, -behind:].clone()))
     return made
 
 

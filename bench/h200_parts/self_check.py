@@ -43,9 +43,7 @@ class Starts:
 
     def start(self, model: str, **knobs: Any) -> tuple[list[str], list[str], list[list[int]]]:
         """Return (what was demoted, the notes about it, tokens)."""
-        place: dict[str, Any] = {"gpu_memory_utilization": 0.5}
-        if self.run.smoke:
-            place = {"device": "cpu", "cpu_threads": 1, "cpu_kv_cache_gib": 0.1}
+        place = self.run.settings.place(0.5) | ({"cpu_kv_cache_gib": 0.1} if self.run.smoke else {})
         dummy = {} if model == "demo" else {"load_format": "dummy"}
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
         with LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm:

@@ -33,6 +33,10 @@ class Settings:
     def device(self) -> str:
         return "cpu" if self.smoke else "cuda"
 
+    def place(self, share: float) -> dict[str, Any]:
+        """Return where the engine of a case runs: in that share of the GPU or, as a toy, on one thread of the CPU."""
+        return {"device": "cpu", "cpu_threads": 1} if self.smoke else {"gpu_memory_utilization": share}
+
     def tokens(self, count: int) -> int:
         """Return the length of a prompt or an output."""
         return max(2, count // 64) if self.smoke else count
