@@ -19,9 +19,9 @@ ROOT_MODULES = {
     "output", "speculation", "pooling", "graph_sizes", "cache_groups", "stages",
 }  # fmt: skip
 ORDER = [
-    "cli", "llm", "advice", "convert", "server", "engine", "structured_outputs", "parsers", "planner", "scheduler",
-    "executor", "runner", "spec_decode", "sampling", "models", "layers", "attention", "quantization", "distributed",
-    "kernels",
+    "cli", "llm", "advice", "convert", "evaluate", "server", "engine", "structured_outputs", "parsers", "planner",
+    "scheduler", "executor", "runner", "spec_decode", "sampling", "models", "layers", "attention", "quantization",
+    "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root modules."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}

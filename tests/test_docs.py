@@ -211,6 +211,11 @@ def test_quantizing_begins_with_a_model_in_fewer_bits() -> None:
     assert "7.9 MB -> 4.5 MB" in run_shell(text)
 
 
+def test_evaluating_begins_with_a_score() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/evaluating.md")
+    assert "exact_match,strict-match" in run_shell(text)
+
+
 def test_models_begins_with_what_is_served() -> None:
     ((_, text),) = first_examples(ROOT / "docs/models.md")
     served, planned = run_python(text).splitlines()

@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
     "plan": ("headrace.cli.plan", "Predict memory, settings, speed and cost of a model, without a GPU."),
     "quantize": ("headrace.cli.quantize", "Write a model in fewer bits, and say what that changed."),
+    "eval": ("headrace.cli.eval", "Score a model's answers on a task, or compare runs item by item."),
     "tune": ("headrace.cli.tune", "Try settings on this machine, and keep those that are faster."),
     "explain": ("headrace.cli.explain", "Explain a vLLM command line flag by flag, and write a better one."),
     "doctor": ("headrace.cli.doctor", "Check this machine for what slows it down, and say how to mend it."),

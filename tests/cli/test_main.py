@@ -203,7 +203,7 @@ def test_a_folder_that_is_no_model(config: str | None, tmp_path: Path, capsys: p
 
 HELP_PAGES = ["--help", "generate -h", "serve -h", "bench latency -h", "bench throughput -h", "bench serve -h",
               "explain --help", "doctor --help", "plan -h", "tune --help",
-              "quantize -h"]  # fmt: skip
+              "quantize -h", "eval --help"]  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "starlette", "rich")
 PROBE = f"""
 import sys

@@ -91,6 +91,12 @@ class HttpClient:
         status = await self._exchange("GET", path, b"", lambda data, now: parts.append(data))
         return status, b"".join(parts)
 
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the answer to a JSON body. Raises ClientError."""
+        parts: list[bytes] = []
+        status = await self._exchange("POST", path, body, lambda data, now: parts.append(data))
+        return status, b"".join(parts)
+
     async def stream(self, path: str, body: bytes, index: int, prompt_len: int) -> RequestResult:
         """Send a POST and record the events of its answer. An error is in the result, not raised."""
         recorder = StreamRecorder(index, time.monotonic(), prompt_len)
