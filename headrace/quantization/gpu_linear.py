@@ -11,7 +11,7 @@ import logging
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -253,10 +253,10 @@ def _fastest(
     weights: list[Held],
 ) -> GemmConfig | None:
     """Return the configuration that takes the least time; None: the library does."""
-    best, fastest = None, WORTH * _seconds(library, weights)
+    best, fastest = None, WORTH * graph_seconds(library, weights)
     for config in configs:
         try:
-            seconds = _seconds(partial(ours, config), weights)
+            seconds = graph_seconds(partial(ours, config), weights)
         except TritonError as error:  # it needs more shared memory than this GPU has
             logger.debug("%s does not run here: %s", config, error)
             continue
@@ -265,23 +265,24 @@ def _fastest(
     return best
 
 
-def _seconds(run: Callable[[Held], Tensor], weights: list[Held]) -> float:
-    """Return the time of one run, inside a graph that takes the weights in turn: the median of three replays."""
-    run(weights[0])
+def graph_seconds(run: Callable[[Any], object], inputs: Sequence[Any], repeats: int = 3) -> float:
+    """Return the time of one run, inside a graph that takes the inputs in turn: the median of so many replays. The
+    inputs should be more memory than the caches hold."""
+    run(inputs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weight in weights:
-            run(weight)
+        for one in inputs:
+            run(one)
     graph.replay()
     times = []
-    for _ in range(3):
+    for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000 / len(weights))
+        times.append(begin.elapsed_time(end) / 1000 / len(inputs))
     return statistics.median(times)
 
 

@@ -45,7 +45,7 @@ def test_what_does_not_run_on_this_gpu_is_not_chosen(kind: int | str, monkeypatc
 
     monkeypatch.setattr(gpu_linear, "ROTATED_BYTES", 1 << 12)
     monkeypatch.setattr(gpu_linear, "skinny_linear", small)
-    monkeypatch.setattr(gpu_linear, "_seconds", seconds)
+    monkeypatch.setattr(gpu_linear, "graph_seconds", seconds)
     for name in ("quantize", "fp8_linear", "narrow_linear"):
         monkeypatch.setattr(gpu_linear, name, getattr(REFERENCE_KERNELS, name))
     plan = gpu_linear._measure((kind, 64, 48), DTYPE, KINDS[kind], CPU)
