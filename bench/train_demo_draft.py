@@ -21,9 +21,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
-from train_demo_model import BEGIN, CONTEXT, END, OPENINGS, REQUESTS, TOPICS
+from train_demo_model import BEGIN, CONTEXT, DEMO, END, OPENINGS, REQUESTS, TOPICS
 
-DEMO = Path(__file__).parent.parent / "headrace" / "demo_model"
 TEMPERATURES = (0.5, 0.8, 1.0)
 ROWS = 192
 """stories that are written at once"""

@@ -10,7 +10,6 @@ the loss on held-out text.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import time
@@ -21,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 SPECIALS = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 BEGIN, END = 0, 1
+DEMO = Path(__file__).parent.parent / "headrace" / "demo_model"
+"""the folder that is shipped, whose sizes and chat template a model that is trained anew keeps"""
 VOCAB_SIZE = 2048
 CONTEXT = 512
 OPENINGS = ["", "", "Once upon a time", "Once upon a time, there was a", "One day,", "There was a", "Once there was a"]
@@ -37,14 +38,6 @@ REQUESTS = [
     "I want a story about {}.",
     "Please write a story about {}.",
 ]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + eos_token }}"
-    "{% elif message['role'] == 'system' or message['role'] == 'developer' %}"
-    "{{ '<|system|>' + message['content'] + eos_token }}"
-    "{% else %}{{ '<|user|>' + message['content'] + eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 def sample_stories(teacher: Path, count: int, seed: int) -> list[str]:
@@ -122,23 +115,7 @@ def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
     """Train with AdamW and a cosine schedule over a fixed wall-clock budget; print the held-out loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        bos_token_id=BEGIN,
-        eos_token_id=END,
-        attention_dropout=0.0,
-    )
-    model = LlamaForCausalLM(config).cuda()
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(DEMO)).cuda()
     print(f"parameters: {sum(p.numel() for p in model.parameters()):,}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     usable = (len(stream) - 1) // CONTEXT * CONTEXT
@@ -168,19 +145,11 @@ def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, tokenizer: Tokenizer, output: Path) -> None:
-    """Write the folder of the trained model."""
+    """Write the folder of the trained model, with the chat template of the one that is shipped."""
     output.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)
     tokenizer.save(str(output / "tokenizer.json"))
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIALS[BEGIN],
-        "eos_token": SPECIALS[END],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": CONTEXT,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (output / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+    (output / "tokenizer_config.json").write_text((DEMO / "tokenizer_config.json").read_text())
 
 
 def main() -> None:
