@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h200_parts.engines import greedy_tokens
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from headrace import LLM, SamplingParams
+from headrace import LLM
 
 PROMPT_TOKENS = 32
 
@@ -66,9 +67,7 @@ def transformers_batch(model: LlamaForCausalLM, prompts: list[list[int]], new_to
 
 
 def headrace_generate(llm: LLM, prompts: list[list[int]], new_tokens: int) -> int:
-    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return sum(len(output.outputs[0].token_ids) for output in outputs)
+    return sum(map(len, greedy_tokens(llm, prompts, new_tokens)))
 
 
 Load = tuple[str, int, int, Callable[[LlamaForCausalLM, list[list[int]], int], int]]

@@ -21,25 +21,8 @@ from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 TOKENS = 2000
 WORDS = [" the", " a", " of", "quick", ".", " and", "\n", " a < b", " foo", ", ", " [1]", " {x}", " 17"]
 CODE = "def area(width, height):\\n    return width * height\\n\\n"
-OPEN, CLOSE = '{"name": "write", "arguments": {"path": "a.py", "text": "', '"}}'
-CALLS = {
-    "hermes": ("<tool_call>\n" + OPEN, CLOSE + "\n</tool_call>"),
-    "llama3_json": (OPEN, CLOSE),
-    "mistral": ('[TOOL_CALLS]write[ARGS]{"text": "', '"}'),
-    "deepseek_v31": ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>write<｜tool▁sep｜>{"text": "',
-                     '"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
-    "kimi_k2": ('<|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{"text": "', '"}<|tool_call_end|>'),
-    "qwen3_coder": ("<tool_call>\n<function=write>\n<parameter=text>\n", "\n</parameter>\n</function>\n</tool_call>"),
-    "glm45": ("<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
-    "minimax_m2": ('<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">',
-                   "</parameter>\n</invoke>\n</minimax:tool_call>"),
-    "seed_oss": ("<seed:tool_call>\n<function=write>\n<parameter=text>",
-                 "</parameter>\n</function>\n</seed:tool_call>"),
-    "pythonic": ('[write(text="', '")]'),
-    "gemma4": ('<|tool_call>call:write{text:<|"|>', '<|"|>}<tool_call|>'),
-    "openai": ('<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"text": "', '"}<|call|>'),
-}  # fmt: skip
-"""What stands before and behind a long text in a call."""
+CALLS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""What stands before and behind a long text in a call, by format."""
 
 
 def plain_tokens(rng: random.Random) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 
 import torch
 from timing import graph_seconds
 
 from h200_parts.bounds import Ceilings
+from headrace.planner.chips import run_tool
 
 GIB = 2**30
 REPEATS = 10
@@ -75,8 +75,4 @@ def commit() -> str | None:
 
 def _first_line(command: list[str]) -> str:
     """Return the first line that a command prints; empty where it fails or does not exist."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return (done.stdout.splitlines() or [""])[0].strip()
+    return (run_tool(command).splitlines() or [""])[0].strip()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from h200_parts.forced import Sequence, decode, stepped_core
-from h200_parts.format_numerics import BOUND, random_tokens, unmeasured, watch
+from h200_parts.format_numerics import BOUND, CONSTANTS, random_tokens, unmeasured, watch
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from headrace.config import EngineConfig
@@ -27,12 +27,7 @@ PROMPTS = (1, 8, 24)
 """requests of a batch, whose prompts together are beyond the kernels for few tokens in the last"""
 LONGEST, NEW_TOKENS = 20, 8
 VOCAB = 512
-MEDIUM: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 384, "vocab_size": VOCAB, "head_dim": 64, "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64, "rotary_dim": 32, "kv_lora_rank": 128, "q_lora_rank": 96,
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+MEDIUM: dict[str, Any] = CONSTANTS["medium"]
 """fields that are changed where a tiny config has them"""
 ALWAYS = ("hidden_size", "intermediate_size", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

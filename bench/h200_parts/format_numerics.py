@@ -12,10 +12,12 @@ are rounded to 8 bits, that of the same rounding.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -47,22 +49,12 @@ GROWTH = 40.0
 """by which scales are larger than those of dummy weights, so that activations keep their size from layer to layer"""
 E8M0_RANGE = (119, 122)
 """exponents of which e2m1 codes become weights of the same size"""
-LIBRARY = frozenset(
-    "linear matmul mm addmm addmm_ _scaled_mm index_select add_ copy_ clone "
-    "empty empty_strided empty_like new_empty zeros new_zeros zero_ fill_ resize_ set_ record_stream "
-    "view _unsafe_view reshape flatten unflatten slice select narrow chunk split split_with_sizes unbind "
-    "unsqueeze squeeze expand t transpose permute as_strided alias detach detach_ lift_fresh "
-    "resolve_conj resolve_neg".split()
-)
+CONSTANTS = json.loads(Path(__file__).with_name("numerics.json").read_text())
+LIBRARY = frozenset(CONSTANTS["library"])
 """Operations that a layer may leave to torch: products by the vendor's library, inputs in another order, the residual's
 sum, memory and views."""
-SMALL = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 8192, "max_position_embeddings": 4096, "rope_scaling": None,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-TOY = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
-EXPERTS = {"moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 4}
+SMALL, TOY, EXPERTS = CONSTANTS["small"], CONSTANTS["toy"], CONSTANTS["experts"]
+"""fields of config.json: of all models, of toys, of those with experts"""
 DENSE = tuple(name for name in FORMATS if name != "w4a16")
 """formats of a Llama's linears; W4A16 has two other sizes of groups among them"""
 SPARSE = ("awq", "w4a16", "int8", "fp8", "fp8-block", "nvfp4")
