@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.kernels import cases
 from headrace.kernels.activation import GATES
+from headrace.kernels.adapters import AdapterWeights
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
 from headrace.kernels.coded import CodedWeight
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
@@ -66,6 +67,13 @@ def _qk_normed(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> 
 def _activated(make: Inputs, rows: int, width: int) -> Cases:
     for activation, gated in product(GATES, (True, False)):
         yield from cases.gate_and_mul(make, rows, width, activation, gated=gated)
+
+
+def _of_adapters(
+    of_kernel: Callable[[Inputs, int, AdapterWeights], Cases], make: Inputs, rows: int, sizes: tuple[int, ...],
+    inputs: int, rank: int,
+) -> Cases:  # fmt: skip
+    return of_kernel(make, rows, cases.made_up_adapters(make, sizes, inputs, rank))
 
 
 def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -284,6 +292,8 @@ _CASES: dict[str, Callable[..., Cases]] = {
     "qk_norm": _qk_normed,
     "gate_and_mul": _activated,
     "gate_and_mul_quantized": _activated_fp8,
+    "shrink_adapters": partial(_of_adapters, cases.shrink_adapters),
+    "expand_adapters": partial(_of_adapters, cases.expand_adapters),
     "quantize": _quantized,
     "fp8_linear": _fp8_linears,
     "narrow_linear": _narrow_linears,

@@ -10,6 +10,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.beam_search import BeamSearchParams
     from headrace.llm import LLM, TextPrompt, TokensPrompt
+    from headrace.lora import LoRARequest
     from headrace.pooling import PoolingParams, PoolingRequestOutput
     from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BeamSearchParams": "engine.beam_search",
+    "LoRARequest": "lora",
     "PoolingParams": "pooling",
     "PoolingRequestOutput": "pooling",
     "SamplingParams": "sampling_params",

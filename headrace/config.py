@@ -53,8 +53,9 @@ GRAPH_MODES = {
 attention calls, or from one graph."""
 
 
-model_knob, cache_knob, scheduler_knob, workload_knob, parallel_knob, server_knob = (
-    functools.partial(knob, group=group) for group in ("model", "cache", "scheduler", "workload", "parallel", "server")
+model_knob, cache_knob, scheduler_knob, workload_knob, parallel_knob, lora_knob, server_knob = (
+    functools.partial(knob, group=group)
+    for group in ("model", "cache", "scheduler", "workload", "parallel", "lora", "server")
 )
 
 
@@ -229,6 +230,12 @@ class EngineConfig:
         "verifies together: as many a step as pay, or always `num_speculative_tokens`; answers stay the same.",
         short="-sc",
     )
+    enable_lora: bool = lora_knob(False, "Let requests have adapters (LoRA), loaded while the engine runs.")
+    max_loras: int = lora_knob(1, "Most different adapters of the requests that run at once.", minimum=1)
+    max_lora_rank: int = lora_knob(16, "Largest rank of an adapter.", minimum=1, maximum=512)
+    max_cpu_loras: int | None = lora_knob(
+        None, "Adapters kept in the host's memory, the last used ones; default: max_loras.", minimum=1
+    )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1, maximum=1024)
     log_level: str = server_knob(
@@ -250,6 +257,8 @@ class EngineConfig:
         if self.pp_layer_partition is not None:
             parse_partition(self.pp_layer_partition, self.pipeline_parallel_size)
         self._check_engines()
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras})")
         limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if limit is not None and seqs is not None and seqs > limit:
             raise ConfigError(
@@ -392,6 +401,15 @@ class ServerConfig:
         256 * 1024 * 1024, "Bytes of answers that /v1/responses keeps for later requests; 0: none.", minimum=0
     )
     response_store_seconds: float = server_knob(3600.0, "Seconds for which it keeps one.", minimum=1)
+    lora_modules: list[str] = server_knob(
+        [],
+        'Adapters to serve, each NAME=PATH or JSON, e.g. \'{"name": "sql", "path": "/adapters/sql"}\': requests name '
+        "one as their model (with --enable-lora).",
+    )
+    runtime_lora_folder: str | None = server_knob(
+        None,
+        "Let clients load and unload adapters in this folder (/v1/load_lora_adapter; VLLM_LORA_RESOLVER_CACHE_DIR).",
+    )
     allowed_origins: list[str] = server_knob([], "Origins whose pages browsers let use this server (CORS).")
     root_path: str = server_knob("", "Path prefix behind a proxy.")
     uvicorn_log_level: str = server_knob(

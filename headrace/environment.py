@@ -19,6 +19,7 @@ ENVIRONMENT_KNOBS = {
     "VLLM_BATCH_INVARIANT": "batch_invariant",
     "VLLM_ATTENTION_BACKEND": "attention_backend",
     "VLLM_PP_LAYER_PARTITION": "pp_layer_partition",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "runtime_lora_folder",
 }
 SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 

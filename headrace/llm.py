@@ -33,7 +33,8 @@ from headrace.engine.output_processor import OpenRequest, OutputProcessor
 from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.environment import knobs_from_environment
-from headrace.errors import HeadraceError, RequestError, SomeRequestsError
+from headrace.errors import HeadraceError, RequestError, SomeRequestsError, quoted
+from headrace.lora import LoRARequest
 from headrace.models.served import read_served_config
 from headrace.pooling import (
     ClassificationRequestOutput,
@@ -67,6 +68,8 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""of all prompts, or of each"""
 PROMPT_KEYS = TextPrompt.__annotations__.keys() | TokensPrompt.__annotations__.keys()
 NOT_HERE = {
     **dict.fromkeys(("sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
@@ -108,6 +111,8 @@ class LLM:
         self._inputs = InputProcessor(limits, facts.config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._ids = itertools.count()
+        self._adapters: dict[int, LoRARequest] = {}
+        """by their numbers"""
 
     def generate(
         self,
@@ -115,15 +120,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; return one RequestOutput for each. `sampling_params`: one for all prompts or one for each
-        (default: `get_default_sampling_params`). `lora_request` must be None, which is vLLM's default. Raises
-        RequestError for an invalid prompt before any runs."""
-        _refuse_adapters(lora_request)
-        return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority)
+        (default: `get_default_sampling_params`). `lora_request`: the adapter of all prompts, or one or None
+        for each; it needs enable_lora. Raises RequestError for an invalid prompt before any runs."""
+        return self._run(
+            _as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority, lora_request=lora_request
+        )
 
     def chat(
         self,
@@ -131,7 +137,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -142,7 +148,6 @@ class LLM:
         of the model's templates. `continue_final_message` continues the last message instead of writing a new one; it
         needs `add_generation_prompt=False`. Content may be text or a list of parts that are text; arguments of past
         tool calls may be objects or JSON text."""
-        _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
         template, kwargs = self.tokenizer.template_for(bool(tools), chat_template), chat_template_kwargs or {}
@@ -153,25 +158,26 @@ class LLM:
             )
             for one in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
+        return self._run(prompts, sampling_params, use_tqdm, False, None, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: Any = None
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora_request: Adapters = None
     ) -> list[BeamSearchOutput]:
         """Return the likeliest outputs of each prompt that a search with beams finds, the best first. A step of all
         searches is a batch of requests for one token each."""
-        _refuse_adapters(lora_request)
         ends = self._inputs.limits.eos_token_ids
         searches = []
         for prompt in _as_list(prompts):
             ids = self._tokenize(prompt, True)[1]
             room = self.max_model_len - len(ids)
             searches.append(BeamSearch(ids, replace(params, max_tokens=min(params.max_tokens, room)), frozenset(ends)))
-        while going := [search for search in searches if search.open]:
-            beams: list[Prompt] = [beam.tokens for search in going for beam in search.open]
-            steps = [search.step() for search in going for _ in search.open]
-            likely = iter(map(likely_next, self._run(beams, steps, False, False, None)))
-            for search in going:
+        pairs = [*zip(searches, self._adapters_of(lora_request, len(searches)), strict=True)]
+        while going := [pair for pair in pairs if pair[0].open]:
+            beams: list[Prompt] = [beam.tokens for search, _ in going for beam in search.open]
+            steps = [search.step() for search, _ in going for _ in search.open]
+            adapters = [adapter for search, adapter in going for _ in search.open]
+            likely = iter(map(likely_next, self._run(beams, steps, False, False, None, lora_request=adapters)))
+            for search, _ in going:
                 search.advance([next(likely) for _ in search.open])
         found = [BeamSearchOutput(search.best(params.beam_width)) for search in searches]
         for sequence in (sequence for output in found for sequence in output.sequences):
@@ -184,13 +190,12 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what a model that pools makes of each prompt, or of each of its tokens (`token_embed`)."""
-        _refuse_adapters(lora_request)
-        found = self._offline(use_tqdm)
+        found = self._offline(use_tqdm, lora_request)
         return offline_pooling.encode(found, _as_list(prompts), pooling_params, pooling_task, truncate_prompt_tokens)
 
     def embed(
@@ -199,12 +204,11 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt."""
-        _refuse_adapters(lora_request)
-        found = self._offline(use_tqdm)
+        found = self._offline(use_tqdm, lora_request)
         return offline_pooling.embed(found, _as_list(prompts), pooling_params, truncate_prompt_tokens)
 
     def classify(
@@ -213,11 +217,10 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the model's labels for each prompt."""
-        _refuse_adapters(lora_request)
-        return offline_pooling.classify(self._offline(use_tqdm), _as_list(prompts), pooling_params)
+        return offline_pooling.classify(self._offline(use_tqdm, lora_request), _as_list(prompts), pooling_params)
 
     def score(
         self,
@@ -227,20 +230,21 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
-        lora_request: Any = None,
+        lora_request: Adapters = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each text of `data_2` goes with its own of `data_1`, or with the only one: by a model that
         reads pairs, else by the cosine of two vectors."""
-        _refuse_adapters(lora_request)
         first, second = ([data] if isinstance(data, str) else [*data] for data in (data_1, data_2))
-        return offline_pooling.score(self._offline(use_tqdm), first, second, pooling_params, truncate_prompt_tokens)
+        return offline_pooling.score(
+            self._offline(use_tqdm, lora_request), first, second, pooling_params, truncate_prompt_tokens
+        )
 
-    def _offline(self, use_tqdm: bool) -> offline_pooling.Offline:
+    def _offline(self, use_tqdm: bool, lora_request: Adapters) -> offline_pooling.Offline:
         """Return what pools with this engine. Raises RequestError if the model does not."""
         pooling = need_pooling(self._inputs.limits.pooling)
         inputs = PoolingInputs(pooling, self._inputs, self.tokenizer, self.config.chat_template is not None)
         return offline_pooling.Offline(
-            inputs, lambda prompts, unit: self._run([*prompts], POOLED, use_tqdm, False, None, unit)
+            inputs, lambda prompts, unit: self._run([*prompts], POOLED, use_tqdm, False, None, unit, lora_request)
         )
 
     def stats(self) -> SchedulerStats:
@@ -285,6 +289,7 @@ class LLM:
         add_special_tokens: bool,
         priority: Sequence[int] | None,
         pools: str = "",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         if not self._finalizer.alive:
             raise HeadraceError("this LLM has been shut down")
@@ -295,6 +300,7 @@ class LLM:
         for name, values in (("sampling_params", params), ("priority", priority)):
             if values is not None and len(values) != len(prompts):
                 raise RequestError(f"{name} must be one a prompt: {len(prompts)} prompts, got {len(values)}", name)
+        adapters = self._adapters_of(lora_request, len(prompts))
         arrival_time = time.monotonic()
         tokenized = [self._tokenize(prompt, add_special_tokens) for prompt in prompts]
         opened: list[OpenRequest] = []
@@ -311,6 +317,7 @@ class LLM:
                     priority=0 if priority is None else priority[i],
                     cache_salt=cache_salt,
                     pools=pools,
+                    lora_request=adapters[i],
                 )
                 opened.append(self._outputs.add(name, text, requests, params[i], "final", lambda: None))
                 batch.extend(requests)
@@ -325,6 +332,25 @@ class LLM:
         if len(opened) > 1 and any(request.error for request in opened):
             raise SomeRequestsError([request.error or _result(request) for request in opened])
         return [_result(request) for request in opened]
+
+    def _adapters_of(self, given: Adapters, count: int) -> list[LoRARequest | None]:
+        """Return the adapter of each of `count` prompts. Raises RequestError for what cannot be one."""
+        adapters = [given] * count if given is None or isinstance(given, LoRARequest) else [*given]
+        if len(adapters) != count:
+            raise RequestError(
+                f"lora_request must be one a prompt: {count} prompts, got {len(adapters)}", "lora_request"
+            )
+        for one in filter(None, adapters):
+            if not self.config.enable_lora:
+                raise RequestError("lora_request must be None unless the LLM has enable_lora=True", "lora_request")
+            if not isinstance(one, LoRARequest) or one.lora_int_id < 1:
+                raise RequestError(
+                    f"lora_request must be a LoRARequest whose lora_int_id is at least 1, got {quoted(one)}",
+                    "lora_request",
+                )
+            if self._adapters.setdefault(one.lora_int_id, one) != one:
+                raise RequestError(f"lora_int_id {one.lora_int_id} is that of another adapter", "lora_request")
+        return adapters
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, Any, str | None]:
         """Return a prompt's text if it has one, its token ids (given ones are not checked yet) and its cache salt."""
@@ -381,12 +407,6 @@ def _result(request: OpenRequest) -> RequestOutput:
     if output.prompt_logprobs is not None:
         output.prompt_logprobs = [*output.prompt_logprobs]
     return output
-
-
-def _refuse_adapters(lora_request: Any) -> None:
-    """Raise RequestError for any lora_request, be it one for all prompts or one for each."""
-    if any(one is not None for one in (lora_request if isinstance(lora_request, list | tuple) else [lora_request])):
-        raise RequestError(f"lora_request must be None: {flags_by_name('engine')['--enable-lora'].why}", "lora_request")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

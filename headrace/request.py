@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from headrace.errors import HeadraceError, QueueFullError, RequestError
+from headrace.lora import LoRARequest
 from headrace.pooling import Pooled
 from headrace.sampling_params import SamplingParams
 from headrace.step import Logprobs
@@ -39,6 +40,14 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What holds its output, as structured_outputs/grammar.py writes it; empty: nothing does."""
     pools: str = ""
     """What it wants numbers for, of a model that pools: its `text` or its `tokens`; empty: it generates."""
+
+    lora_request: LoRARequest | None = None
+    """Its adapter; None: the model runs as it is."""
+
+    @property
+    def adapter(self) -> int:
+        """The number of its adapter; 0: it has none."""
+        return 0 if self.lora_request is None else self.lora_request.lora_int_id
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -160,6 +169,8 @@ class Request:
     sampled_step: int = -1
     """The newest step that samples for it, whose result may not be back."""
     row: int = -1
+    adapter_slot: int = -1
+    """Where its adapter lies while it runs."""
     num_blocks: int = 0
     """Blocks that its tokens fill in every layer group, those behind a window included."""
     num_registered_blocks: int = 0
@@ -279,8 +290,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     pooled: list[Pooled] = field(default_factory=list)
     """What a model that pools made of the prompt, instead of text."""
-    lora_request: None = None
-    """As in vLLM; adapters are not served yet."""
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -300,11 +310,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     """None until the request has finished."""
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
-    """As in vLLM, for what is not served here: adapters, encoders and KV caches of other servers."""
+    """As in vLLM, for what is not served here: encoders and KV caches of other servers."""
 
 
 class StepTimes(msgspec.Struct):

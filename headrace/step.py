@@ -35,6 +35,16 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """what was sampled before a preemption"""
     pools_tokens: bool = False
     """of a model that pools: the request wants something of each token, not of the whole text"""
+    adapter_slot: int = -1
+    """where its adapter lies on each rank; -1: it has none"""
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Copies an adapter that the ranks have read into one of the slots from which steps use it."""
+
+    slot: int
+    adapter: int
+    """LoRARequest.lora_int_id"""
 
 
 class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +97,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """a request that samples has a grammar: the step stops before it samples, until its Masks come"""
     num_guesses: int = 0
     """how many tokens to guess behind each request that samples, for later steps to verify"""
+    adapter_loads: list[AdapterLoad] = []
+    """made before the step computes; no earlier step's request is left in these slots"""
 
     @property
     def num_tokens(self) -> int:

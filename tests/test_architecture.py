@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_MODULES = {
     "config", "knobs", "environment", "model_config", "model_spec", "mixers", "feed_forwards", "parameters",
     "layer_parts", "sampling_params", "structured_params", "request", "errors", "step", "hub", "process", "child",
-    "output", "speculation", "pooling", "graph_sizes", "cache_groups", "stages",
+    "output", "speculation", "pooling", "graph_sizes", "cache_groups", "stages", "lora",
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "advice", "convert", "evaluate", "server", "engine", "structured_outputs", "parsers", "planner",

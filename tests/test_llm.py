@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from headrace import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from tests.engine.fakes import FAIL_TOKEN, model_folder
 from tests.serving import demo_copy
@@ -129,12 +129,13 @@ def test_a_cache_salt_keeps_blocks_apart(llm: LLM) -> None:
     assert cached == [0, 32, 0]
 
 
-def test_adapters_are_refused_and_none_of_them_is_taken(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=1)
+def test_adapters_are_refused_where_none_can_be_had_and_none_of_them_is_taken(llm: LLM) -> None:
+    params, adapter = SamplingParams(max_tokens=1), LoRARequest("a", 1, "/a")
     assert len(llm.generate(["a", "b"], params, lora_request=[None, None], use_tqdm=False)) == 2
-    for call in (llm.generate, llm.chat):
-        with pytest.raises(RequestError, match="lora_request must be None: headrace does not serve adapters"):
-            call("a", params, lora_request=object())
+    with pytest.raises(RequestError, match="lora_request must be None unless the LLM has enable_lora=True"):
+        llm.generate("a", params, lora_request=adapter)
+    with pytest.raises(RequestError, match="lora_request must be one a prompt: 2 prompts, got 1"):
+        llm.generate(["a", "b"], params, lora_request=[adapter])
 
 
 def test_parameters_may_be_assigned_to_between_calls(llm: LLM) -> None:
@@ -335,8 +336,8 @@ def test_methods_of_vllm_that_are_not_here_say_why(llm: LLM, name: str, why: str
 
 def test_keywords_of_vllm(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """tests/advice/flags/test_keywords.py has the others."""
-    with pytest.raises(ConfigError, match="enable_lora=True is not supported: headrace does not serve adapters"):
-        LLM(str(folder), executor=ECHO, enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_prompt_adapter=True is not supported: adapters are low-rank"):
+        LLM(str(folder), executor=ECHO, enable_prompt_adapter=True)
     with caplog.at_level(logging.WARNING, "headrace.llm"):
         llm = LLM(model=folder, executor=ECHO, enable_lora=False, swap_space=4, trust_remote_code=True, seed=None)
     llm.shutdown()

@@ -42,3 +42,5 @@ class Batch:
     """known tokens of those requests in all"""
     decode_only: bool
     """every token samples, so that token i is sample i"""
+    adapted: bool = False
+    """requests have adapters"""

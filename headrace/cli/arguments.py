@@ -40,6 +40,7 @@ GROUP_TITLES = {
     "cache": "KV cache",
     "scheduler": "scheduler",
     "parallel": "parallelism",
+    "lora": "adapters (LoRA)",
     "server": "server and logs",
 }
 OTHER_FLAGS = "Further flags and variables of vLLM are taken by name; `headrace explain` says what becomes of each."

@@ -26,6 +26,7 @@ from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.replicas import Replicas, StartCore
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.hub import resolve_model_folder
+from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.models.served import read_served_config
 from headrace.planner.record import Decision
@@ -131,6 +132,7 @@ class AsyncEngine:
         reservation: Reservation | None = None,
         grammar: str | None = None,
         pools: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run the prompts of one HTTP request; yield batches of (prompt index, output) with all that has come.
 
@@ -139,7 +141,7 @@ class AsyncEngine:
         skip them. `client` and `parent`: whose request it is, and the HTTP request that it is part of (None: it stands
         alone), among which the scheduler takes turns. `reservation`: the prompts' place in the queue; without one they
         are sent whatever waits. `grammar`: what holds the outputs (made off the event loop); None: what `params` ask
-        for. `pools`: see EngineCoreRequest.
+        for. `pools`, `lora_request`: see EngineCoreRequest.
 
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
         HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
@@ -155,7 +157,7 @@ class AsyncEngine:
                 requests = self._inputs.process(
                     name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
                     client=client, parent=request_id if parent is None else parent, grammar=grammar,
-                    pools=pools,
+                    pools=pools, lora_request=lora_request,
                 )  # fmt: skip
                 if not self.config.disable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", name, len(ids), params)

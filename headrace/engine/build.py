@@ -189,6 +189,7 @@ def _scheduler_config(facts: CoreFacts, mixed_step_tokens: int | None) -> Schedu
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         layout=facts.workers[0].layout,
+        max_loras=config.max_loras if config.enable_lora else 0,
         num_stages=config.pipeline_parallel_size,
         num_pages=facts.num_pages,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from headrace.engine.adapters import AdapterReading
 from headrace.engine.grammars import Grammars
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.step_health import StepHealth
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 PIPELINE_DEPTH = 2
 """Most steps submitted at once: the one that runs, and the next. Each further pipeline stage runs one more."""
 COMPILE_POLL_SECONDS = 0.001
-"""How long `step` waits for a grammar, if there is nothing else to do, before new requests are looked for."""
+"""How long `step` waits for a grammar or an adapter, with nothing else to do, before new requests are looked for."""
 WARMUP_STEP = -1
 """The number of every warm-up step. Its result goes to no request."""
 
@@ -86,6 +87,8 @@ class EngineCore:
         self._executor = executor
         self._watch = watch
         self._grammars = Grammars(compiler, turn_seconds)
+        most = facts.config.max_cpu_loras or facts.config.max_loras
+        self._adapters = AdapterReading(executor, most, self._used_adapters)
         self._health = StepHealth(facts.config.dtype)
         self._warmup_sizes = collections.deque(facts.workers[0].warmup_sizes if facts.workers else [])
         """(requests, tokens) of the warm-up steps that have not run yet."""
@@ -107,6 +110,11 @@ class EngineCore:
         with a grammar reaches the scheduler when that is compiled."""
         self._num_received += 1
         self._num_received_tokens += len(request.prompt_token_ids)
+        if not self._adapters.hold(request):
+            self._pass_on(request)
+
+    def _pass_on(self, request: EngineCoreRequest) -> None:
+        """Give a request whose adapter is there to the scheduler, one with a grammar to what compiles it."""
         try:
             if request.grammar:
                 self._grammars.hold(request)
@@ -115,16 +123,22 @@ class EngineCore:
         except HeadraceError as error:
             self._refused.append(_failed(request, error))
 
+    def _used_adapters(self) -> set[int]:
+        """Return the adapters of unfinished requests that do not wait for them."""
+        return {one.core_request.adapter for one in self.scheduler.requests.values()} | self._grammars.adapters
+
     def abort(self, aborts: Iterable[Abort]) -> None:
         """End requests without further output. Ids of requests that have ended already are ignored."""
         for abort in aborts:
             self._scheduled_at.pop(abort.request_id, None)
+            self._adapters.drop(abort.request_id)
             self._grammars.drop(abort.request_id)
             self.scheduler.abort(abort.request_id, abort.num_output_tokens_kept)
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do: a request, a step under way, or a refusal to report."""
-        return bool(self._refused or self._inflight or len(self._grammars)) or self.scheduler.has_work()
+        held = len(self._grammars) + len(self._adapters)
+        return bool(self._refused or self._inflight or held) or self.scheduler.has_work()
 
     @property
     def busy(self) -> bool:
@@ -135,6 +149,8 @@ class EngineCore:
         """Submit what can be submitted, and return the results of the steps that are done. Waits for a result only if
         no step is done and no further one can be submitted. Returns None if there was nothing to collect. A step that
         fails ends its own requests with an error, and no others. Raises EngineDeadError when the executor is gone."""
+        if len(self._adapters):
+            self._take_read()
         outputs, self._refused = self._refused, []
         if len(self._grammars):
             self._take_compiled(outputs)
@@ -146,9 +162,12 @@ class EngineCore:
         if self._inflight and self._inflight[0].masked:
             self._sample(outputs)
         if not collected and not outputs:
-            if not len(self._grammars):
+            if len(self._grammars):
+                self._grammars.wait(COMPILE_POLL_SECONDS)
+            elif len(self._adapters):
+                time.sleep(COMPILE_POLL_SECONDS)
+            else:
                 return None
-            self._grammars.wait(COMPILE_POLL_SECONDS)
         return self.snapshot(outputs)
 
     @property
@@ -189,9 +208,10 @@ class EngineCore:
                 output.scheduled_time = scheduled
         stats = self.scheduler.stats()
         stats.num_received, stats.num_received_tokens = self._num_received, self._num_received_tokens
-        if len(self._grammars):
-            stats.num_waiting += len(self._grammars)
-            stats.num_waiting_tokens += self._grammars.num_prompt_tokens
+        for held in (self._grammars, self._adapters):
+            if len(held):
+                stats.num_waiting += len(held)
+                stats.num_waiting_tokens += held.num_prompt_tokens
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
         stats.num_grammars, stats.mask_seconds = self._grammars.num_compiled, self._grammars.mask_seconds
         if self._watch is not None:
@@ -265,6 +285,14 @@ class EngineCore:
         except Exception as error:
             self._inflight.clear()
             self._fail(step.plan, error, outputs)
+
+    def _take_read(self) -> None:
+        """Pass on the requests whose adapters the ranks have read, and refuse those whose adapters cannot be used."""
+        for request, error in self._adapters.released():
+            if error:
+                self._refused.append(_failed(request, RequestError(error, "model")))
+            else:
+                self._pass_on(request)
 
     def _take_compiled(self, outputs: list[EngineCoreOutput]) -> None:
         """Pass on the requests whose grammars are compiled, and end those whose grammars cannot be."""

@@ -93,6 +93,11 @@ class Grammars:
         return sum(held.num_prompt_tokens for held in self._held.values())
 
     @property
+    def adapters(self) -> set[int]:
+        """Return the adapters of those requests."""
+        return {held.request.adapter for held in self._held.values()}
+
+    @property
     def num_compiled(self) -> int:
         return 0 if self._compiler is None else self._compiler.num_compiled
 

@@ -14,6 +14,7 @@ from headrace.cache_groups import CacheLayout
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, RequestError, quoted
+from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.pooling import Pooling
 from headrace.request import EngineCoreRequest
@@ -162,9 +163,11 @@ class InputProcessor:
         parent: str = "",
         grammar: str | None = None,
         pools: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> list[EngineCoreRequest]:
         """Return `params.n` requests of one choice each, with ids `REQUEST_ID-i` and consecutive seeds. `client`,
-        `parent` and `pools`: see EngineCoreRequest. `grammar`: what holds the output; None: what `params` ask for."""
+        `parent`, `pools` and `lora_request`: see EngineCoreRequest. `grammar`: what holds the output; None: what
+        `params` ask for."""
         if bool(pools) != (self.limits.pooling is not None):
             raise RequestError(NO_TEXT if not pools else NO_POOLING, "model")
         self.check_prompt(prompt_token_ids, segments=bool(pools))
@@ -201,6 +204,7 @@ class InputProcessor:
                 parent=parent,
                 grammar=grammar,
                 pools=pools,
+                lora_request=lora_request,
             )
             for i in range(params.n)
         ]

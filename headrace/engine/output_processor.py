@@ -16,6 +16,7 @@ from headrace.engine.messages import Abort
 from headrace.engine.metrics import EngineMetrics, RequestTimes
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, RequestError
+from headrace.lora import LoRARequest
 from headrace.pooling import Pooled
 from headrace.request import (
     CompletionOutput,
@@ -76,6 +77,7 @@ class _Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     pooled: list[Pooled] = field(default_factory=list)
+    lora_request: LoRARequest | None = None
 
     def close_text(self, last_is_stop_token: bool) -> None:
         """Add the text that the detokenizer has held back, as no more tokens will come."""
@@ -94,6 +96,7 @@ class _Choice:
             None if self.finish_reason is None else self.finish_reason.value,
             self.stop_reason,
             self.pooled,
+            self.lora_request,
         )
         self.texts, self.token_ids, self.changed = [], [], False
         self.logprobs = None if self.logprobs is None else []
@@ -161,6 +164,7 @@ class OpenRequest:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self._metrics() if self.finished else None,
+            lora_request=first.lora_request,
         )
 
     def _metrics(self) -> RequestMetrics:
@@ -231,6 +235,7 @@ class OutputProcessor:
                 None if tokenizer is None else Detokenizer(tokenizer, request.prompt_token_ids, params, request.kept),
                 RequestTimes(core_request.arrival_time),
                 text_at_end=request.kind == "final" and not params.stop,
+                lora_request=core_request.lora_request,
             )
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.config import EngineConfig
+from headrace.lora import LoRARequest
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
 
@@ -41,6 +43,15 @@ class Executor(Protocol):
 
     def sample(self, masks: Masks) -> None:
         """Launch the rest of the step executed last, which was masked."""
+        ...
+
+    def read_adapter(self, request: LoRARequest, dropped: Sequence[int]) -> None:
+        """Begin to read an adapter on every rank, which first forgets the `dropped` ones; steps go on meanwhile. One is
+        read at a time."""
+        ...
+
+    def adapter_error(self) -> str | None:
+        """Return why the adapter begun last cannot be used, or nothing, once every rank has read it; None: not yet."""
         ...
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.config import EngineConfig
+from headrace.lora import LoRARequest
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
 
@@ -52,11 +53,18 @@ class Sample(msgspec.Struct, frozen=True, tag=True):
     masks: Masks
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Calls `Worker.read_adapter`, beside whose work the rank takes further commands."""
+
+    request: LoRARequest
+    dropped: list[int]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Ends the rank's process."""
 
 
-Command = Load | Profile | InitializeCache | Execute | Sample | Stop
+Command = Load | Profile | InitializeCache | Execute | Sample | ReadAdapter | Stop
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +80,12 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     output: RunnerOutput
 
 
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """Answers a ReadAdapter; every rank sends one."""
+
+    error: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Reports the error that ended a rank or a step."""
 
@@ -80,4 +94,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = Facts | StepDone | Failed
+Reply = Facts | StepDone | AdapterRead | Failed

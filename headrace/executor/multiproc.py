@@ -7,6 +7,7 @@ it, since the others may be waiting for it inside a collective.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from headrace.config import EngineConfig
 from headrace.distributed.progress import Progress, RankProgress, blame
 from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
+    AdapterRead,
     Command,
     Execute,
     Facts,
@@ -23,11 +25,13 @@ from headrace.executor.messages import (
     Load,
     Profile,
     RankConfig,
+    ReadAdapter,
     Reply,
     Sample,
     StepDone,
     Stop,
 )
+from headrace.lora import LoRARequest
 from headrace.process import Child, SocketFolder, spawn
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
@@ -72,6 +76,8 @@ class MultiprocExecutor:
         """Start a group of ranks, each waiting for commands."""
         self._outputs: dict[int, RunnerOutput] = {}
         self._answers: list[Facts] = []
+        self._read: list[str] = []
+        """what ranks have said of the adapter that is read"""
         self._dead: str | None = None
         self._stuck = False
         self._num_groups += 1
@@ -138,6 +144,16 @@ class MultiprocExecutor:
     def sample(self, masks: Masks) -> None:
         self._send(Sample(masks))
 
+    def read_adapter(self, request: LoRARequest, dropped: Sequence[int]) -> None:
+        self._read = []
+        self._send(ReadAdapter(request, [*dropped]))
+
+    def adapter_error(self) -> str | None:
+        while len(self._read) < self._size:
+            if not self._receive(timeout_ms=0):
+                return None
+        return next(filter(None, self._read), "")
+
     def check(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -197,6 +213,8 @@ class MultiprocExecutor:
                 self._slowest = max(self._slowest, time.monotonic() - sent)
         elif isinstance(reply, Facts):
             self._answers.append(reply)
+        elif isinstance(reply, AdapterRead):
+            self._read.append(reply.error)
         else:
             other = EngineDeadError(f"rank {reply.rank} failed: {reply.error_class}: {reply.message}")
             error = rebuild(reply.error_class, reply.message, other)

@@ -18,6 +18,7 @@ from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Place, Ranks
 from headrace.errors import HeadraceError, crossing_name
 from headrace.executor.messages import (
+    AdapterRead,
     Command,
     Execute,
     Facts,
@@ -25,6 +26,7 @@ from headrace.executor.messages import (
     Load,
     Profile,
     RankConfig,
+    ReadAdapter,
     Sample,
     StepDone,
     Stop,
@@ -49,6 +51,18 @@ def _send_results(
         except Exception as error:
             reply = _failure(config.rank, error)
         socket.send(encoder.encode(reply))
+
+
+def _read_adapters(
+    config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, wanted: queue.Queue[ReadAdapter]
+) -> None:
+    """Read adapters one after the other, and say how that went, until the process ends."""
+    socket = context.socket(zmq.PUSH)
+    socket.connect(config.replies)
+    encoder = msgspec.msgpack.Encoder()
+    while True:
+        command = wanted.get()
+        socket.send(encoder.encode(AdapterRead(worker.read_adapter(command.request, command.dropped))))
 
 
 def _failure(rank: int, error: Exception) -> Failed:
@@ -76,12 +90,19 @@ def main(argv: list[str]) -> int:
         model_config = read_served_config(folder, config.config)
         progress = Progress(Path(config.progress), parallel.world, config.rank)
         worker = Worker(config.config, folder, model_config, config.rank, config.rendezvous, progress)
+        wanted: queue.Queue[ReadAdapter] = queue.Queue()
+        if config.config.enable_lora:
+            reader = (config, context, worker, wanted)
+            threading.Thread(target=_read_adapters, args=reader, name="adapters", daemon=True).start()
         while not isinstance(command := decoder.decode(commands.recv()), Stop):
             progress.take()
             if isinstance(command, Execute | Sample):
                 step = worker.execute(command.step) if isinstance(command, Execute) else worker.sample(command.masks)
                 if answers and not isinstance(step, MaskedStep):
                     pending.put(step)
+                continue
+            if isinstance(command, ReadAdapter):
+                wanted.put(command)
                 continue
             if isinstance(command, Load):
                 facts = worker.load()

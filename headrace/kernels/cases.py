@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
+from headrace.kernels.adapters import AdapterWeights, shrink_adapters_reference
 from headrace.kernels.fp8 import (
     NarrowWeight,
     Quantized,
@@ -206,6 +207,37 @@ def gate_heads(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> 
     """Make gates beside queries and, behind them, keys and values."""
     attended, projected = make.random(rows, heads, dim), make.random(rows, 2 * (heads + kv_heads), dim) * 3
     yield Case(lambda kernel: kernel(attended.clone(), projected), ROUNDED[make.dtype])
+
+
+def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int, slots: int = 3) -> AdapterWeights:
+    """Make adapters of a linear whose parts have outputs of such `sizes`: one of full rank, others of smaller ones, and
+    the last of rank 0."""
+    ranks = [rank, *(max(1, rank // (slot + 1)) for slot in range(1, slots - 1)), 0]
+    held = torch.arange(rank, device=make.device) < make.ints(*ranks)[:, None]
+    a = make.random(slots, len(sizes), rank, inputs) * held[:, None, :, None] * inputs**-0.5
+    b = make.random(slots, sum(sizes), rank) * held[:, None]
+    starts = make.ints(*accumulate(sizes, initial=0))
+    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, max(sizes))
+
+
+def shrink_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
+    x, slots = make.random(rows, weights.a.shape[2]), make.integers(-1, len(weights.a), rows, dtype=torch.int32)
+    held = torch.arange(weights.rank, device=make.device) < weights.ranks[slots.clamp(min=0)][:, None]
+    held = (held & (slots >= 0)[:, None]).repeat(1, len(weights.starts) - 1)
+    yield Case(lambda kernel: kernel(x, slots, weights).sum(0).where(held, 0.0), SUMS)
+
+
+def expand_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
+    slots = make.integers(-1, len(weights.a), rows, dtype=torch.int32)
+    h = shrink_adapters_reference(make.random(rows, weights.a.shape[2]), slots, weights)
+    h, out = torch.cat((h / 4, h * 3 / 4)), make.random(rows, weights.b.shape[1] + 8)
+    yield Case(partial(_added, h, slots, weights, out), ROUNDED[make.dtype])
+
+
+def _added(h: Tensor, slots: Tensor, weights: AdapterWeights, out: Tensor, kernel: Kernel) -> Tensor:
+    added = out.clone()
+    kernel(added, h, slots, weights)
+    return added
 
 
 def quantize(make: Inputs, rows: int, width: int, to: Rounding) -> Cases:

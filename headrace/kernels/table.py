@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.kernels import (
     activation,
+    adapters,
     batch,
     delta_scan,
     elementwise,
@@ -41,6 +42,7 @@ MODULES = {
     narrow: ("narrow_linear",),
     qk_norm: ("qk_squares", "qk_norm"),
     elementwise: ("clip", "gate_heads"),
+    adapters: ("shrink_adapters", "expand_adapters"),
     rotary: ("step_angles", "rotary_and_cache"),
     latent_cache: ("latent_rotary_and_cache",),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
@@ -74,6 +76,8 @@ class KernelTable:
     qk_norm: Callable[..., Tensor]
     clip: Callable[[Tensor, float], Tensor]
     gate_heads: Callable[[Tensor, Tensor], Tensor]
+    shrink_adapters: Callable[[Tensor, Tensor, adapters.AdapterWeights], Tensor]
+    expand_adapters: Callable[[Tensor, Tensor, Tensor, adapters.AdapterWeights], None]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     latent_rotary_and_cache: Callable[..., Tensor]

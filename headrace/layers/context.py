@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ class LayerContext:
     """layer that caches something -> the cache group whose block table it uses"""
     stage: Stage = WHOLE
     """the layers of the model that the rank holds; `specs` and `groups` count from the first of them"""
+    seat: Callable[[str, Any], None] | None = None
+    """gives the layer of a path its place for adapters (layers/adapters.py); None: there are none"""
 
     def layers(self, first: int, last: int | None = None) -> LayerContext:
         """Return the context of the layers from `first` to `last`, which count from 0 in it."""

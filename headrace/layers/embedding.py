@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +41,8 @@ class VocabParallelEmbedding(Layer):
         self.alone = group.size == 1
         self.first = group.rank * local
         self.all_reduce = group.all_reduce
+        self.seat: Any = None
+        """layers/adapters.py: what adapters add to its rows"""
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
@@ -54,11 +58,17 @@ class VocabParallelEmbedding(Layer):
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         if self.alone:
-            return F.embedding(input_ids, self.weight)
+            return self._looked_up(input_ids)
         local = input_ids - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        embedded = self._looked_up(local.masked_fill(elsewhere, 0))
         return self.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    def _looked_up(self, local: Tensor) -> Tensor:
+        embedded = F.embedding(local, self.weight)
+        if self.seat is not None and self.seat.wanted:
+            self.seat.add_rows(local, embedded)
+        return embedded
 
 
 class EmbeddingSum(Layer):

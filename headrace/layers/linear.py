@@ -71,9 +71,14 @@ class Linear(Layer):
     With `activation` (the kernel table's gate_and_mul), half as many outputs come out.
     """
 
+    takes_adapters = True
+    """it multiplies what `forward` is given by its weight"""
+
     def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.spec = spec
+        self.parts = spec.parts
+        """as families name them, however a checkpoint holds them"""
         self.fused = FusedOps(activation=activation)
         """what it computes besides its product; models/fusion.py adds norms"""
         self.scheme: Scheme = unquantized()
@@ -123,11 +128,7 @@ class Linear(Layer):
 
     def finalize(self) -> None:
         self.rounding = self.scheme.product.rounding(self.spec, self.weights)
-        if self.fused.addend is None:
-            self.compute = self.scheme.product.finalize(self.spec, self.weights, self.fused)
-        else:  # no format makes it in its own pass
-            bare = self.scheme.product.finalize(self.spec, self.weights, FusedOps())
-            self.compute = self.fused.wrap(lambda x: bare(x, None))
+        self.compute = self.scheme.product.finalize(self.spec, self.weights, self.fused)
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # stored in another form; on a GPU they stay, for the self-check
 

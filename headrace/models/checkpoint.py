@@ -19,6 +19,7 @@ from headrace.layers.attention import KV_SCALE_NAMES
 from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig, read_object
 from headrace.model_spec import HeadSpec
+from headrace.models.names import OF_TEXT, text_name
 
 TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -30,11 +31,8 @@ TYPES = {
 """safetensors' types by their names in it"""
 HEADER_LENGTH_BYTES = 8
 """At the start of a file, little-endian"""
-TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
-"""how names begin in models of more than text -> in models of text alone"""
 DRAFTS = ("mtp.", "model.mtp_")
 """how names of layers that draft further tokens begin, where they are no layers of the model's own"""
-_OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
 _OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 _OF_ALL_EXPERTS = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj)(?:[._](\w+))?")
 _OF_WEIGHTS = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "packed", "shape", "g_idx")
@@ -137,11 +135,7 @@ def text_tensors(
     kept, others = [], Counter[str]()
     last = config.num_layers + config.draft_layers
     for one in tensors:
-        name = one.name
-        if config.more_than_text:
-            name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
-        for theirs, ours in names:
-            name = name.replace(theirs, ours)
+        name = text_name(one.name, config, names)
         layer = _OF_LAYER.match(name)
         if head is not None and head.skips(name):
             others["of the model itself"] += 1
@@ -149,7 +143,7 @@ def text_tensors(
             kept.append(one if name == one.name else replace(one, name=name, within=one.name))
         elif name.startswith(DRAFTS):
             others["of layers that draft further tokens"] += 1
-        elif config.more_than_text and not _OF_TEXT.match(name):
+        elif config.more_than_text and not OF_TEXT.match(name):
             others["of other parts than text"] += 1
         elif layer is not None and config.num_layers <= int(layer[1]) < last:
             others["of layers that draft further tokens"] += 1

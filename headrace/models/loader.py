@@ -161,6 +161,8 @@ def _loaded(
         model.notes.append(fuse(model, len(context.specs), context.device, embeds, reads_hidden))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
+            if context.seat is not None:
+                context.seat(path, layer)
             with named(path):
                 layer.finalize()
         if context.device.type != "cpu":  # there the forms are the kernels' own: tiles, or what is widened

@@ -110,12 +110,14 @@ class RoundingProduct(Product):
             weights.update(wide)
             return self.plain.finalize(spec, wide, fused)
         to = self.layout.rounding(spec, weights)
-        quantize, multiply, table = self._quantize(fused, to), self._multiply(spec, weights), self.table(spec)
+        multiply, table, plain = self._multiply(spec, weights), self.table(spec), partial(self.kernels.quantize, to=to)
+        quantize = self._quantize(fused, to)  # which norms in the same pass
+        together = replace(fused, norm_weight=None).wrap(lambda x: multiply(_quantized(x, quantize)))
+        apart = fused.wrap(lambda x: multiply(_quantized(x, plain)))
 
-        def rounding(x: Any) -> Tensor:
-            return multiply(x if isinstance(x, Quantized) else quantize(x))
+        def many(x: Any, residual: Tensor | None) -> Any:
+            return (apart if fused.apart else together)(x, residual)
 
-        many = replace(fused, norm_weight=None).wrap(rounding)  # which norms while it quantizes
         if table is None:
             return many
         narrow, bias = self.narrow_weight(spec, weights), weights.get("bias")
@@ -182,6 +184,10 @@ class RoundingProduct(Product):
         values, zeros = weights["weight"], self.layout.rounding(spec, weights).zeros
         sums = values.sum(1, dtype=torch.int32).float() if zeros else None
         return NarrowWeight(values, weights["weight_scale"], *self.layout.held_block(spec), sums)
+
+
+def _quantized(x: Any, quantize: Callable[[Any], Quantized]) -> Quantized:
+    return x if isinstance(x, Quantized) else quantize(x)
 
 
 def _odd_sizes(spec: LinearSpec) -> str:

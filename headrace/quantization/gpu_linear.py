@@ -126,7 +126,8 @@ def by_table(
     dtype: torch.dtype | None = None,
     inputs: Callable[[Tensor], Tensor] | None = None,
 ) -> Compute:
-    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. A
+    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`, as
+    where adapters add to the product. A
     NarrowWeight has outputs of `dtype`, and `quantize`, which makes the input of its type (and norms it, where that is
     fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact, also with
     static scales, which cut off what lay outside of what a tool saw. `inputs`: makes of (normed) activations, column by
@@ -136,7 +137,7 @@ def by_table(
 
     def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
-        config = table[tokens] if tokens <= most else None
+        config = None if tokens > most or fused.apart else table[tokens]
         if config is None or (config.block_m == 1 and isinstance(x, Quantized)):
             return many(x, residual)
         if quantize is not None and config.block_m > 1 and not isinstance(x, Quantized):
@@ -168,7 +169,7 @@ def by_library(weight: Tensor, bias: Tensor | None, fused: FusedOps) -> Compute:
     adds = bias is None and fused.activation is None
 
     def compute(x: Any, residual: Tensor | None) -> Any:
-        if residual is None or not adds:
+        if residual is None or not adds or fused.apart:
             return plain(x, residual)
         return residual.addmm_(x if norm is None else norm(x), transposed)
 

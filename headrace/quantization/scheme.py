@@ -38,6 +38,17 @@ also be HalfNormed or Unsummed (kernels/norm.py). The result is a tensor, or Qua
 where a norm follows, it may be HalfNormed or Unsummed."""
 
 
+class Addend(Protocol):
+    """Adds to a linear's product what adapters make of its input."""
+
+    @property
+    def wanted(self) -> bool:
+        """Tell whether this step has adapters; else nothing differs from a linear without any."""
+
+    def add(self, x: Any, out: Tensor) -> None:
+        """Add to out # [num_tokens, outputs] what is made of x # [num_tokens, inputs], which may be Quantized."""
+
+
 @dataclass(frozen=True)
 class FusedOps:
     """Lists the operations that a linear layer performs besides its product, so that one kernel may do them all.
@@ -53,8 +64,8 @@ class FusedOps:
     next_norm: Tensor | None = None
     """[out_features]: weight of the norm that reads the sum with the residual, if the layer behind that norm takes the
     sum HalfNormed or Unsummed; None: the sum is handed on whole"""
-    addend: Callable[[Any], Tensor] | None = None
-    """(normed) input -> what is added to the product before the activation: an adapter's share"""
+    addend: Addend | None = None
+    """what adds to the product before the activation, given the (normed) input; steps that want it fuse nothing"""
     activation: Callable[[Tensor], Any] | None = None
     """outputs -> gate(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
     gate: str = "silu"
@@ -68,6 +79,11 @@ class FusedOps:
             return None
         return lambda x: kernel(x, weight, eps)
 
+    @property
+    def apart(self) -> bool:
+        """Tell whether this step fuses nothing, because adapters add to products."""
+        return self.addend is not None and self.addend.wanted
+
     def wrap(self, multiply: Multiply) -> Compute:
         """Return `multiply` with the operations done around it one after the other, none of them fused."""
         norm, addend, activation, defers = self.norm(), self.addend, self.activation, self.next_norm is not None
@@ -75,8 +91,8 @@ class FusedOps:
         def compute(x: Any, residual: Tensor | None) -> Any:
             x = x if norm is None else norm(x)
             out = multiply(x)
-            if addend is not None:
-                out += addend(x)
+            if addend is not None and addend.wanted:
+                addend.add(x, out)
             if activation is not None:
                 out = activation(out)
             if residual is None:

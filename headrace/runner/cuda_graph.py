@@ -43,6 +43,8 @@ class Shape(NamedTuple):
     num_tokens: int
     alone: bool = False
     """the step is one whole prompt, of which nothing was computed before, and one request of padding"""
+    adapted: bool = False
+    """requests have adapters, which other requests' graphs do not add"""
 
     @property
     def size(self) -> str:
@@ -52,7 +54,7 @@ class Shape(NamedTuple):
         return f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
 
     def __str__(self) -> str:
-        return f"{self.kind} graph of {self.size}"
+        return f"{self.kind} graph of {self.size}{' with adapters' if self.adapted else ''}"
 
 
 class Graph(Protocol):
@@ -255,8 +257,8 @@ class StepGraphs:
             shapes += [Shape(kind, decode, size, size * length)] * (size + 1 - len(shapes))
         return shapes
 
-    def shape_of(self, step: SchedulerOutput) -> Shape | None:
-        """Return what the step is padded to; None: it runs eagerly.
+    def shape_of(self, step: SchedulerOutput, adapted: bool = False) -> Shape | None:
+        """Return what the step is padded to; None: it runs eagerly. `adapted`: it has requests with adapters.
 
         In a step of decodes every request runs one token and its drafts, and samples. (Prompt logprobs are never wanted
         after a token that samples.)
@@ -265,10 +267,11 @@ class StepGraphs:
         length, more = divmod(num_tokens, num_reqs)
         decodes = not more and all(step.samples) and (step.num_drafts or [0] * num_reqs) == [length - 1] * num_reqs
         if decodes and (shapes := self._decode_shapes.get(length)) is not None:
-            return shapes[num_reqs] if num_reqs < len(shapes) else None
+            return shapes[num_reqs]._replace(adapted=adapted) if num_reqs < len(shapes) else None
         shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
         if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:
             return None
+        shape = shape._replace(adapted=adapted)
         if num_reqs == 1 and not step.num_computed_tokens[0] and (alone := self._alone(shape)) is not None:
             return alone
         reqs = num_reqs + 1  # one for the padding tokens
@@ -278,7 +281,7 @@ class StepGraphs:
 
     def _alone(self, shape: Shape) -> Shape | None:
         """Return what a lone prompt is padded to; None: pieces serve it better."""
-        alone = Shape("full", False, 2, shape.num_tokens, alone=True)
+        alone = Shape("full", False, 2, shape.num_tokens, alone=True, adapted=shape.adapted)
         if alone in self._captured:
             return alone
         if shape.num_tokens not in self._alone_sizes or not self._may_capture(alone):
@@ -379,7 +382,7 @@ class StepGraphs:
 
 def _pieces_of(shape: Shape) -> Shape:
     """Return the key of the pieces that serve any step of so many tokens."""
-    return Shape("piecewise", False, 0, shape.num_tokens)
+    return Shape("piecewise", False, 0, shape.num_tokens, adapted=shape.adapted)
 
 
 def _attend_directly(attend: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> Tensor:

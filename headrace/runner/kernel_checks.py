@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from headrace.attention.backend import Backend
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels import cases
+from headrace.kernels.adapters import AdapterWeights
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
 from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
+from headrace.layers.adapters import Seat
 from headrace.layers.attention import Attention, QKNorm
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.indexer import Indexer
@@ -213,6 +215,15 @@ def _gate_heads(subject: Subject) -> Cases:
             yield from cases.gate_heads(subject.inputs, 24, layer.heads[0], layer.heads[1], layer.spec.head_dim)
 
 
+def _adapters(subject: Subject, of_kernel: Callable[[Inputs, int, AdapterWeights], Cases]) -> Cases:
+    for layer in subject.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features)):
+        if isinstance(seat := layer.fused.addend, Seat):
+            sizes = seat.weights.starts.diff().tolist()
+            made = cases.made_up_adapters(subject.inputs, sizes, layer.spec.in_features, seat.weights.rank)
+            for tokens in TOKENS[::3]:
+                yield from of_kernel(subject.inputs, tokens, made)
+
+
 def _quantize(subject: Subject) -> Cases:
     for size, to in {layer.spec.in_features: to for layer, to in subject.rounding_linears()}.items():
         yield from cases.quantize(subject.inputs, 40, size, to)
@@ -358,6 +369,8 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "qk_norm": _qk_norm,
     "clip": _clip,
     "gate_heads": _gate_heads,
+    "shrink_adapters": partial(_adapters, of_kernel=cases.shrink_adapters),
+    "expand_adapters": partial(_adapters, of_kernel=cases.expand_adapters),
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
     "latent_rotary_and_cache": _latent_rotary_and_cache,

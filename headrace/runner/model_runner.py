@@ -8,7 +8,8 @@ loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
 from headrace.pooling import Pooling
+from headrace.runner.adapters import AdapterStore
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
 from headrace.runner.guesses import Guesses
 from headrace.runner.input_batch import InputBatch
@@ -98,10 +100,12 @@ class ModelRunner:
         pooling: Pooling | None = None,
         pipeline: Pipeline | None = None,
         dtype: torch.dtype = torch.float32,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`. `pooling`: how
-        the model pools; None: it generates. `dtype`: of hidden states."""
+        the model pools; None: it generates. `dtype`: of hidden states. `adapters`: None: no request has one."""
         self.model = model
+        self.adapters = adapters
         self.pipeline = pipeline or Pipeline()
         self.kernels = kernels
         self.shape = shape
@@ -160,7 +164,7 @@ class ModelRunner:
         sizes = [limits.max_model_len if group.is_state else group.block_size for group in self.shape.layout.groups]
         self.state = RequestState(
             limits.max_num_seqs, limits.max_model_len, sizes, limits.vocab_size, self.cache.scratch_blocks, self.device,
-            self.kernels.scatter_words, self.num_drafts,
+            self.kernels.scatter_words, self.num_drafts, self.adapters is not None,
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
         self.guesses: Guesses | None = None
@@ -195,11 +199,13 @@ class ModelRunner:
             pipeline.settle(step, self.state.token_table)
         if step.cleared_pages or step.state_copies:
             self.cache.prepare(step)
+        if self.adapters is not None and step.adapter_loads:
+            self.adapters.put(step.adapter_loads)
         self.state.apply(step)
         if not step.rows:
             return None
         graphs = self.graphs
-        shape = None if graphs is None else graphs.shape_of(step)
+        shape = None if graphs is None else graphs.shape_of(step, self._is_adapted(step))
         batch = self.batch_of(step, shape)
         if self._received is not None:
             pipeline.receive(self._received[: step.num_tokens])
@@ -248,6 +254,8 @@ class ModelRunner:
         else:
             tokens, length = (None, shape.num_tokens // shape.num_reqs) if shape.decode else (shape.num_tokens, 1)
             batch = self.inputs.fill(step, shape.num_reqs, tokens, shape.kind == "piecewise", length)
+        if self._is_adapted(step):
+            batch = replace(batch, adapted=True)
         if state.num_known is not None:
             self.kernels.settle_lengths(
                 batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,
@@ -277,13 +285,19 @@ class ModelRunner:
         metadata = self.metadata(batch, positions, tuple(slots for *_, slots in gathered))
         metadata.cut = cut
         inputs = input_ids if self._received is None else self._received[: batch.num_tokens]
+        applied: AbstractContextManager[None] = nullcontext()
+        if batch.adapted and self.adapters is not None and state.adapter_slots is not None:
+            places = whose.rows, whose.query_start_loc, batch.num_tokens
+            applied = self._applied(self.adapters.slots_of_tokens(state.adapter_slots, *places))
         if self.drafter is None:
-            return self.model(inputs, positions, metadata, self.cache.of_model), metadata
+            with applied:
+                return self.model(inputs, positions, metadata, self.cache.of_model), metadata
         if cut is not None or not batch.decode_only:
             self.drafter.fill(input_ids, metadata, self.tables)
         kept = None if self.tables.hidden is None else self.tables.hidden[: batch.num_tokens]
         metadata.tapped = kept if self.drafter.taps else None
-        hidden = self.model(inputs, positions, metadata, self.cache.of_model)
+        with applied:
+            hidden = self.model(inputs, positions, metadata, self.cache.of_model)
         if kept is not None and not self.drafter.taps:
             kept.copy_(hidden)
         return hidden, metadata
@@ -297,7 +311,19 @@ class ModelRunner:
         if not batch.num_samples:
             return None
         sampled = hidden[: batch.num_samples] if batch.decode_only else hidden.index_select(0, batch.sample_index)
-        return self.model.compute_logits(sampled)
+        if not batch.adapted or self.state.adapter_slots is None:
+            return self.model.compute_logits(sampled)
+        with self._applied(self.state.adapter_slots[batch.sample_rows]):
+            return self.model.compute_logits(sampled)
+
+    def _is_adapted(self, step: SchedulerOutput) -> bool:
+        """Tell whether requests of the step have adapters."""
+        return bool(self.state.adapted) and not self.state.adapted.keys().isdisjoint(step.rows)
+
+    def _applied(self, slots: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which the model computes tokens with the adapters of `slots`."""
+        assert self.adapters is not None
+        return self.adapters.adapters.applied(slots)
 
     def _sample(self, forward: Forward, masks: StepMasks | None) -> PendingStep:
         """Sample, write the tokens back to their rows, and queue what the host wants to see."""
@@ -351,7 +377,10 @@ class ModelRunner:
             parts = []
             for offset in range(0, wanted, PROMPT_LOGPROBS_CHUNK):
                 size = min(PROMPT_LOGPROBS_CHUNK, wanted - offset)
-                logits = self.model.compute_logits(hidden[start + offset : start + offset + size])
+                of_chunk = hidden[start + offset : start + offset + size]
+                slot = self.state.adapted.get(row, -1)
+                with nullcontext() if slot < 0 else self._applied(of_chunk.new_full((size,), slot, dtype=torch.int32)):
+                    logits = self.model.compute_logits(of_chunk)
                 position = computed + offset + 1
                 targets = self.state.token_table[row, position : position + size].long()
                 parts.append(gather_logprobs(logits, targets, k, self.kernels.logsumexp))

@@ -108,7 +108,8 @@ def _run_largest_step(runner: ModelRunner, limits: RunnerLimits, samples: bool) 
         counts.append(count)
         left -= count
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=10, max_tokens=None, seed=0)
-    step = _made_up_prompts(sorted(counts), limits.vocab_size, params, samples)
+    slot = -1 if runner.adapters is None else 0
+    step = _made_up_prompts(sorted(counts), limits.vocab_size, params, samples, slot)
     if samples and runner.num_drafts:  # a prompt's last tokens may be taken for drafts as well
         drafts = [min(count - 1, runner.num_drafts) for count in sorted(counts)]
         step = msgspec.structs.replace(step, num_drafts=drafts, num_guesses=runner.num_drafts)
@@ -150,7 +151,7 @@ def _timed(runner: ModelRunner, step: SchedulerOutput, ahead: float) -> tuple[fl
 
 
 def _made_up_prompts(
-    counts: list[int], vocab_size: int, params: SamplingParams, samples: bool = True
+    counts: list[int], vocab_size: int, params: SamplingParams, samples: bool = True, adapter_slot: int = -1
 ) -> SchedulerOutput:
     """Return a step of whole prompts of so many tokens, all of whose blocks are block 0. Their ids differ, so that a
     mixture of experts uses all experts."""
@@ -158,7 +159,10 @@ def _made_up_prompts(
     ids = [index * 7919 % vocab_size for index in range(max(counts))]
     return SchedulerOutput(
         step=0,
-        new_rows=[NewRow(row, ids[:count], params, []) for row, count in zip(rows, counts, strict=True)],
+        new_rows=[
+            NewRow(row, ids[:count], params, [], adapter_slot=adapter_slot)
+            for row, count in zip(rows, counts, strict=True)
+        ],
         freed_rows=rows,
         block_updates=[BlockUpdate(row, 0, [0]) for row in rows],
         rows=rows,

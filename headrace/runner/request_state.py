@@ -18,7 +18,7 @@ from headrace.sampling.state import SamplingState
 from headrace.sampling.transfer import TableWriter
 from headrace.step import SchedulerOutput
 
-TOKENS, BLOCKS, KNOWN = "tokens", "blocks of group {}", "known"
+TOKENS, BLOCKS, KNOWN, SLOTS = "tokens", "blocks of group {}", "known", "adapter slots"
 
 
 class RequestState:
@@ -27,6 +27,7 @@ class RequestState:
     - `token_table` [max_rows + 1, max_model_len + num_drafts + 1] int32: every known token; sampling writes the next
       one here, and drafts follow
     - `num_known` [max_rows + 1] int32, only with drafts: how many tokens are known, which the host learns late
+    - `adapter_slots` [max_rows + 1] int32, only with adapters: the slot of each row's adapter, -1 where it has none
     - `block_tables` [max_rows + 1, max_blocks] int32, one for each cache group of layers
     - `sampling`: the sampling parameters of each row
 
@@ -43,6 +44,7 @@ class RequestState:
         device: torch.device,
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
         num_drafts: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         self.block_sizes = block_sizes
         shapes = {
@@ -53,8 +55,13 @@ class RequestState:
             shapes[BLOCKS.format(group)] = (max_rows + 1, -(-(max_model_len + num_drafts) // block_size))
         if num_drafts:
             shapes[KNOWN] = (max_rows + 1, 1)
+        if has_adapters:
+            shapes[SLOTS] = (max_rows + 1, 1)
         self._writer = TableWriter(device, shapes, scatter_words)
         self.num_known = self._writer.tables[KNOWN].view(-1) if num_drafts else None
+        self.adapter_slots = self._writer.tables[SLOTS].view(-1).fill_(-1) if has_adapters else None
+        self.adapted: dict[int, int] = {}
+        """row -> the slot of its adapter"""
         self.token_table = self._writer.tables[TOKENS]
         self.block_tables = tuple(self._writer.tables[BLOCKS.format(group)] for group in range(len(block_sizes)))
         for table, scratch in zip(self.block_tables, scratch_blocks, strict=True):
@@ -74,6 +81,7 @@ class RequestState:
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
             self.prompt_logprobs.pop(row, None)
             self.wants_logprobs.pop(row, None)
+            self.adapted.pop(row, None)
             self.pools_tokens.discard(row)
         if step.new_rows:
             self.sampling.add(step.new_rows)
@@ -83,7 +91,11 @@ class RequestState:
             if self.num_known is not None:
                 lengths = [[len(new.prompt_token_ids) + len(new.output_token_ids)] for new in step.new_rows]
                 self._write(KNOWN, [(new.row, length) for new, length in zip(step.new_rows, lengths, strict=True)])
+            if self.adapter_slots is not None:
+                self._write(SLOTS, [(new.row, [new.adapter_slot]) for new in step.new_rows])
             for new in step.new_rows:
+                if new.adapter_slot >= 0:
+                    self.adapted[new.row] = new.adapter_slot
                 if new.params.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))
                 if new.pools_tokens:

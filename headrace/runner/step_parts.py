@@ -109,7 +109,13 @@ def _requests(step: SchedulerOutput, begin: int, end: int) -> SchedulerOutput:
 def _without_updates(step: SchedulerOutput) -> SchedulerOutput:
     """Return `step` without its changes to rows, blocks and pages, which the part before it has made."""
     return msgspec.structs.replace(
-        step, new_rows=[], freed_rows=[], block_updates=[], cleared_pages=[], state_copies=[]
+        step,
+        new_rows=[],
+        freed_rows=[],
+        block_updates=[],
+        cleared_pages=[],
+        state_copies=[],
+        adapter_loads=[],
     )
 
 

@@ -6,8 +6,9 @@ A worker reports facts to the engine core and does what it is told; it decides n
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +22,20 @@ from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Ranks
-from headrace.errors import OutOfMemoryError
+from headrace.errors import OutOfMemoryError, UserError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
+from headrace.layers.adapters import Adapters
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import Rotary
+from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.served import attention_specs, describe
 from headrace.process import trim_heap
+from headrace.runner.adapters import AdapterStore
 from headrace.runner.drafting import load_draft, make_drafter
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
@@ -47,6 +51,8 @@ from headrace.runner.step_checks import scratch_limits, step_checks, without_gra
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
 from headrace.stages import Stage
 from headrace.step import Masks, SchedulerOutput, WorkerFacts
+
+logger = logging.getLogger(__name__)
 
 ONE_THREAD = 1e8
 """On a CPU a step of so many multiplications (tokens x weights of layers) runs on one thread: several wait for each
@@ -90,6 +96,8 @@ class Worker:
         self.model: Any = None
         self.draft: Any = None
         """what guesses tokens, if that is a model"""
+        self.adapters: AdapterStore | None = None
+        """None: no request has one"""
         self.num_weights = 0.0
         """of all layers, that a token is multiplied with on this rank"""
         self.backend: Any = None
@@ -148,8 +156,13 @@ class Worker:
             _positions(config), config.enable_expert_parallel, self.shape.layout.group_of, self.stage,
         )  # fmt: skip
         own = len(specs) - len(behind)
+        of_model = context.layers(0, own)
+        if config.enable_lora:
+            adapters = Adapters(config.max_loras, config.max_lora_rank, self.kernels, self.dtype, self.device)
+            self.adapters = AdapterStore(adapters, model_config)
+            of_model = replace(of_model, seat=adapters.seat)
         self.model = load_model(
-            self.folder, model_config, context.layers(0, own), config.load_format, config.seed, config.quantization,
+            self.folder, model_config, of_model, config.load_format, config.seed, config.quantization,
             draft.taps if isinstance(draft, HeadSpec) else (),
         )  # fmt: skip
         self.draft_context = context.layers(own)
@@ -231,6 +244,7 @@ class Worker:
             pooling=self.model_config.pooling,
             pipeline=self.pipeline,
             dtype=self.dtype,
+            adapters=self.adapters,
         )
 
     def _graphs(self, limits: RunnerLimits, decode_lens: tuple[int, ...]) -> GraphSettings | None:
@@ -313,6 +327,21 @@ class Worker:
         if step.masked:
             return self._on_threads(step, partial(self._begin, step))
         return self._on_threads(step, partial(self._execute, step))
+
+    def read_adapter(self, request: LoRARequest, dropped: Sequence[int]) -> str:
+        """Read an adapter onto the host, after forgetting the `dropped` ones; return why it cannot be used, or nothing.
+        To be called from a thread of its own, beside which steps are launched."""
+        assert self.adapters is not None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        try:
+            self.adapters.read(request, dropped)
+        except UserError as error:
+            return str(error)
+        except Exception as error:  # a file may change while it is read; other requests have nothing to do with it
+            logger.warning("adapter %s cannot be read", request.lora_name, exc_info=True)
+            return f"adapter {request.lora_name} cannot be read: {type(error).__name__}"
+        return ""
 
     def sample(self, masks: Masks) -> PendingStep | FinishedStep:
         """Launch the rest of the step that was executed last, which was masked."""
@@ -397,7 +426,7 @@ class Worker:
         """Leave the group and free the device's memory."""
         if self.runner is not None:
             self.runner.graphs = None  # they refer to the runner
-        self.runner = self.model = self.draft = self.backend = None
+        self.runner = self.model = self.draft = self.backend = self.adapters = None
         self.mesh.close()
         with contextlib.suppress(RuntimeError):  # a broken GPU context is freed with this process
             self.memory.empty_cache()

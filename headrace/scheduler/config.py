@@ -36,6 +36,8 @@ class SchedulerConfig:
     """Most draft tokens that each decode computes behind its last known one."""
     draft_places: int = 0
     """Places behind the tokens of a step to which what guesses tokens may write keys and values of its own."""
+    max_loras: int = 0
+    """Most different adapters of a step's requests; 0: no request has one."""
     num_stages: int = 1
     """Pipeline stages, each of which computes another step at the same time."""
 

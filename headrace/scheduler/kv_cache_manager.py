@@ -1,9 +1,9 @@
 """Gives requests KV blocks in each group of layers, and finds cached blocks that hold the beginning of a prompt.
 
 A full block is known by a SHA-256 hash chained over everything before it, so equal hashes mean equal tokens from the
-start of the sequence, under the same salt. A snapshot of a recurrent state is known by the hash of the last block
-before it. Blocks that no later query reads go back to the pool while their request runs, and stay in the prefix cache
-until they are evicted. Knows nothing of budgets, rows or steps.
+start of the sequence, under the same salt and adapter. A snapshot of a recurrent state is known by the hash of the last
+block before it. Blocks that no later query reads go back to the pool while their request runs, and stay in the prefix
+cache until they are evicted. Knows nothing of budgets, rows or steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from headrace.scheduler.block_pool import BlockPool, PagePool
 from headrace.step import StateCopy
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """Return what the first block's hash is chained to: one value for each salt, and one for none."""
-    if cache_salt is None:
-        return sha256(b"unsalted").digest()
-    return sha256(b"salt:" + cache_salt.encode("utf-8", "surrogatepass")).digest()
+def root_hash(cache_salt: str | None, adapter: int = 0) -> bytes:
+    """Return what the first block's hash is chained to: one value for each salt, and one for none; each adapter, whose
+    keys and values are its own, has others."""
+    salt = b"unsalted" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+    root = sha256(salt).digest()
+    return root if not adapter else sha256(root + b"adapter:%d" % adapter).digest()
 
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
@@ -33,7 +34,7 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
     start = len(hashes)
     if start >= num_blocks:
         return
-    parent = hashes[-1] if hashes else root_hash(request.core_request.cache_salt)
+    parent = hashes[-1] if hashes else root_hash(request.core_request.cache_salt, request.core_request.adapter)
     packed = array("q", request.token_ids[start * block_size : num_blocks * block_size]).tobytes()
     stride = block_size * 8
     for offset in range(0, len(packed), stride):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headrace.request import Request, RequestStatus
 from headrace.scheduler.config import SchedulerConfig
-from headrace.step import BlockUpdate, NewRow, SchedulerOutput, StateCopy
+from headrace.step import AdapterLoad, BlockUpdate, NewRow, SchedulerOutput, StateCopy
 
 
 class MaskedRequest(NamedTuple):
@@ -56,7 +56,7 @@ class StepPlan:
         self.new_rows.append(
             NewRow(
                 request.row, core.prompt_token_ids, core.params, stops, core.bad_words_token_ids, core.seed, output,
-                core.pools == "tokens",
+                core.pools == "tokens", request.adapter_slot,
             )
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ class StepPlan:
 
     def commit(
         self, number: int, config: SchedulerConfig, freed_rows: list[int], cleared: list[int], copies: list[StateCopy],
-        grammars: bool, num_guesses: int,
+        grammars: bool, num_guesses: int, loads: list[AdapterLoad],
     ) -> SchedulerOutput:  # fmt: skip
         """Count the planned tokens as computed and in flight, and return the plan as step `number`. `grammars`: some
         requests may have one. `num_guesses`: tokens to guess behind each that samples."""
@@ -113,5 +113,5 @@ class StepPlan:
         )
         return SchedulerOutput(
             number, self.new_rows, freed_rows, self.block_updates, rows, computed, counts, samples, cleared, copies,
-            num_drafts, masked, num_guesses,
+            num_drafts, masked, num_guesses, loads,
         )  # fmt: skip

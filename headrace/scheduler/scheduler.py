@@ -27,6 +27,7 @@ from headrace.request import (
     RequestStatus,
     SchedulerStats,
 )
+from headrace.scheduler.adapter_slots import AdapterSlots
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.draft_length import DraftLength
 from headrace.scheduler.drafts import Accepted, accept_drafts, follow_grammar
@@ -66,6 +67,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
         """Rows freed since the last step; the next step tells the runner."""
+        self.adapter_slots = AdapterSlots(config.max_loras)
         self._steps: dict[int, list[Request]] = {}
         """Step number -> its requests, until its result is back. Their rows may belong to others by then."""
         self._next_step = 0
@@ -94,6 +96,8 @@ class Scheduler:
         request = Request(core_request)
         if core_request.request_id in self.requests:
             raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
+        if core_request.adapter and not config.max_loras:
+            raise RequestError("the request has an adapter, but the engine takes none: start it with --enable-lora")
         limit = config.max_model_len + bool(core_request.pools)  # nothing follows a prompt that is pooled
         if not 0 < request.num_prompt_tokens < limit:
             raise RequestError(
@@ -146,6 +150,7 @@ class Scheduler:
             if request.finish_reason is None:
                 outputs.append(self.fail_request(request, message))
         self.kv_cache.pages.clear_again(step.cleared_pages)
+        self.adapter_slots.load_again(step.adapter_loads)
         return outputs
 
     def fail_request(self, request: Request, message: str, invalid: bool = False) -> EngineCoreOutput:
@@ -179,6 +184,7 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._freed_rows.append(request.row)
         request.row = -1
+        self.adapter_slots.release(request.core_request.adapter)
 
     # ---- deciding a step
 
@@ -211,7 +217,10 @@ class Scheduler:
         if chooser is not None:
             guesses = chooser.choose(plan.going_on())
         clears, copies = self.kv_cache.take_clears_and_copies()
-        return plan.commit(number, self.config, self.take_freed_rows(), clears, copies, self._num_matched > 0, guesses)
+        return plan.commit(
+            number, self.config, self.take_freed_rows(), clears, copies, self._num_matched > 0, guesses,
+            self.adapter_slots.take_loads(),
+        )  # fmt: skip
 
     def masked_requests(self, step: SchedulerOutput) -> list[MaskedRequest]:
         """Return the unfinished requests for which a step samples under a grammar. The results of all steps before it
@@ -295,7 +304,9 @@ class Scheduler:
         first = self.waiting.first
         if not partials or first is None or first.num_inflight or not self._free_rows:
             return None
-        if first is self._blocked or not self._all_share_steps(partials, first):
+        if first is self._blocked or not self.adapter_slots.has_room(first.core_request.adapter):
+            return None
+        if not self._all_share_steps(partials, first):
             return None
         return first
 
@@ -367,6 +378,8 @@ class Scheduler:
                 return
             if request is self._blocked and self.steps_blocked > 0:
                 return
+            if not self.adapter_slots.has_room(request.core_request.adapter):
+                return
             if (
                 self._exclusive is not None
                 and self.running.items
@@ -395,6 +408,7 @@ class Scheduler:
                 return
             self.waiting.take(request)
             request.row = self._free_rows.pop()
+            request.adapter_slot = self.adapter_slots.take(request.core_request.adapter)
             plan.add_row(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = computed

@@ -18,6 +18,7 @@ from headrace.config import ServerConfig
 from headrace.engine.input_processor import NO_TEXT
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError, ServerStoppingError
 from headrace.server import answers, info, messages, pooling, pooling_shapes, protocol, responses
+from headrace.server.adapters import AdapterBook
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
@@ -66,6 +67,10 @@ OPERATIONS = (
       for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Operation("/v1/models", info.list_models, "List the served models", answers.ModelList, (401,)),
     Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", answers.ModelCard, (401, 404)),
+    Operation("/v1/load_lora_adapter", info.load_adapter, "Serve a further adapter", None, BODY_ERRORS,
+              protocol.LoadAdapterRequest),
+    Operation("/v1/unload_lora_adapter", info.unload_adapter, "Serve an adapter no longer", None, BODY_ERRORS,
+              protocol.UnloadAdapterRequest),
     Operation("/v1/plan", info.show_plan, "How this server runs, and why", answers.PlanAnswer, (401,)),
     Operation("/tokenize", info.tokenize, "Text or messages to token ids", answers.TokenizeAnswer, BODY_ERRORS,
               protocol.TokenizeRequest),
@@ -84,10 +89,12 @@ OPERATIONS = (
 
 def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: list[str]) -> Starlette:
     """Return the application; `app.state.serving` is what its routes share. `model_names`: the names that requests may
-    use; answers carry the first one. Raises ConfigError for a parser that there is not."""
+    use; answers carry the first one. Raises ConfigError for a parser that there is not, UserError for an adapter that
+    cannot be served."""
     model_type = engine.model_config.fields.text("model_type", "")
     formats = choose_formats(server_config, model_type, engine.tokenizer)
-    serving = Serving(engine, server_config, model_names, formats)
+    adapters = AdapterBook(engine, server_config.lora_modules, server_config.runtime_lora_folder, model_names)
+    serving = Serving(engine, server_config, model_names, adapters, formats)
     root_path = server_config.root_path
     in_front = []  # the first sees a request first; CORS answers preflights, which carry no key
     if root_path:

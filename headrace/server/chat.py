@@ -100,6 +100,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest, id_prefix: str) -> C
         cache_salt=request.cache_salt,
         grammar=grammar,
         beams=beam_params(request, params, grammar),
+        lora_request=serving.adapter_of(model),
         kept=frozenset() if parsing is None else serving.formats.kept,
     )
     # Of a model whose calls nothing finds, they stay text.

@@ -72,6 +72,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         grammar=grammar,
+        lora_request=serving.adapter_of(model),
         beams=beam_params(request, params, grammar),
     )
 

@@ -293,6 +293,7 @@ class GenerationResponse(Response):
                 reservation=reservation,
                 grammar=generation.grammar,
                 pools=generation.pools,
+                lora_request=generation.lora_request,
             )
             async with aclosing(outputs) as batches:
                 async for batch in batches:

@@ -1,20 +1,29 @@
-"""Answers the routes that generate nothing: models, the plan, tokenize, detokenize, health, metrics, version."""
+"""Answers the routes that generate nothing: models, adapters, the plan, tokens of texts, health, metrics, version."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, RequestError, ServerStoppingError, StepsFailError, quoted
+from headrace.errors import (
+    EngineDeadError,
+    NotFoundError,
+    RequestError,
+    ServerStoppingError,
+    StepsFailError,
+    UserError,
+    quoted,
+)
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.answers import DetokenizeAnswer, ModelCard, ModelList, PlanAnswer, TokenizeAnswer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
-from headrace.server.protocol import DetokenizeRequest, TokenizeRequest
+from headrace.server.protocol import DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 from headrace.server.replies import error_response, json_response
 from headrace.server.requests import receive
 from headrace.server.serving import Serving
@@ -26,11 +35,14 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
-    return ModelCard(name, serving.created, name, serving.engine.max_model_len)
+    adapter, parent = serving.adapter_of(name), serving.model_names[0]
+    root, of = (name, None) if adapter is None else (adapter.lora_path, parent)
+    return ModelCard(name, serving.created, root, serving.engine.max_model_len, parent=of)
 
 
 async def list_models(serving: Serving, http: Request) -> Response:
-    return json_response(ModelList([_card(serving, name) for name in serving.model_names]))
+    names = (*serving.model_names, *serving.adapters.by_name)
+    return json_response(ModelList([_card(serving, name) for name in names]))
 
 
 async def show_model(serving: Serving, http: Request) -> Response:
@@ -111,6 +123,36 @@ async def metrics(serving: Serving, http: Request) -> Response:
 
 async def version(serving: Serving, http: Request) -> Response:
     return json_response({"version": __version__})
+
+
+async def load_adapter(serving: Serving, http: Request) -> Response:
+    """Serve a further adapter, or with load_inplace another one under a name in use."""
+    received = await receive(serving, http, LoadAdapterRequest)
+    request, book = received.fields, serving.adapters
+
+    def check() -> Path:
+        path = book.inside(request.lora_path)
+        book.check_name(request.lora_name, request.load_inplace)
+        try:
+            book.check(path)
+        except UserError as error:
+            raise RequestError(str(error), "lora_path") from None
+        return path
+
+    path = await serving.work(http, 1, check, 0)
+    book.check_name(request.lora_name, request.load_inplace)  # another client may have been faster
+    book.add(request.lora_name, str(path))
+    return PlainTextResponse(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+async def unload_adapter(serving: Serving, http: Request) -> Response:
+    """Serve an adapter no longer; requests that have it run to their ends."""
+    received = await receive(serving, http, UnloadAdapterRequest)
+    name, book = received.fields.lora_name, serving.adapters
+    book.folder()
+    if book.by_name.pop(name, None) is None:
+        raise NotFoundError(f"no adapter {quoted(name)} is served", "lora_name")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 def _tokenizer(serving: Serving) -> Tokenizer:

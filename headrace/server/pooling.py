@@ -228,6 +228,7 @@ async def _answer(
     generation = Generation(
         response_id=new_id(prefix), model=model, prompts=[*batch.prompts], params=POOLED, add_special_tokens=False,
         priority=request.priority or 0, cache_salt=None, pools=batch.settled.unit,
+        lora_request=serving.adapter_of(model),
     )  # fmt: skip
     headers = answer_headers(serving, http, request.request_id, generation, received.ignored)
     return GenerationResponse(serving, generation, PoolAnswer(generation, batch), False, headers)

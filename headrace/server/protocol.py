@@ -215,6 +215,18 @@ class SeparateReasoningRequest(Struct, kw_only=True):
     reasoning_parser: str | None = None
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+    """As in vLLM; the name says all."""
+
+
 class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]

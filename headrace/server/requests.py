@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from headrace.engine.beam_search import BeamSearchParams
 from headrace.errors import RequestError
+from headrace.lora import LoRARequest
 from headrace.sampling_params import MAX_N, SamplingParams, check_integer
 from headrace.server.body import convert, decode_object, read_body
 from headrace.server.fields import ignored_fields, ignored_header
@@ -55,6 +56,8 @@ class Generation:
     """Special tokens that stay in the text, as a parser looks for them."""
     beams: BeamSearchParams | None = None
     """How to search for the likeliest outputs; None: outputs are sampled."""
+    lora_request: LoRARequest | None = None
+    """The adapter that `model` names; None: the model as it is."""
     pools: str = ""
     """What a model that pools makes numbers for (see EngineCoreRequest); `prompts` are token ids that were checked."""
 

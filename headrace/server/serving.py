@@ -15,6 +15,8 @@ from starlette.types import Receive
 
 from headrace.config import ServerConfig
 from headrace.errors import ModelNotServedError, ServerStoppingError, quoted
+from headrace.lora import LoRARequest
+from headrace.server.adapters import AdapterBook
 from headrace.server.auth import CLIENT
 from headrace.server.output_formats import OutputFormats
 from headrace.server.response_store import ResponseStore
@@ -37,6 +39,8 @@ class Serving:
     config: ServerConfig
     model_names: list[str]
     """Names that requests may use; answers carry the first one."""
+    adapters: AdapterBook
+    """Names of adapters, which requests may use too."""
     formats: OutputFormats
     """How the model writes tool calls and reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -61,10 +65,16 @@ class Serving:
 
     def check_name(self, name: str) -> str:
         """Return a model name that is served here. Raises ModelNotServedError for any other."""
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
-            raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
+        self.adapter_of(name)
         return name
+
+    def adapter_of(self, name: str) -> LoRARequest | None:
+        """Return the adapter that a name stands for; None: the model as it is. Raises ModelNotServedError."""
+        adapter = self.adapters.by_name.get(name)
+        if adapter is None and name not in self.model_names:
+            served = ", ".join((*self.model_names, *self.adapters.by_name))
+            raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
+        return adapter
 
     async def work(
         self, http: Request, size: int, function: Callable[[], T], most: int = INLINE_BYTES, makes_grammar: bool = False

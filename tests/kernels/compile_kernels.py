@@ -12,6 +12,7 @@ import torch
 
 from headrace.kernels import (
     activation,
+    adapters,
     attention,
     attention_config,
     batch,
@@ -476,6 +477,18 @@ def compile_recurrent(target):
             report(f"recurrent {kernel.__name__} {dtype} heads of {dim}", kernel, known)
 
 
+def compile_adapters():
+    """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest."""
+    known, slots, ranks = set(), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
+        a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
+        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), 1024)
+        h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
+        adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
+        for kernel in (adapters._shrink_kernel, adapters._expand_kernel):
+            report(f"adapters {kernel.__name__} {dtype} rank {rank} parts {parts}", kernel, known)
+
+
 def compile_index(target):
     """Indexes of the sizes of DeepSeek V3.2 and GLM-5, over 16-bit and fp8 keys: decodes, prompts, and the choice."""
     known, numbers = set(), torch.zeros(16, 1 << 14)
@@ -507,3 +520,4 @@ if __name__ == "__main__":
     compile_narrow(sys.argv[1])
     compile_recurrent(sys.argv[1])
     compile_index(sys.argv[1])
+    compile_adapters()

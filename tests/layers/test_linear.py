@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +178,7 @@ def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(qua
     down, up, norm, x = random(4, 32), random(32, 4), RMSNorm(32, 1e-6, REFERENCE_KERNELS, F32), random(3, 32)
     norm.weight.data.copy_(random(32))
     adapter, activate = (lambda x: x @ down.T @ up.T), REFERENCE_KERNELS.gate_and_mul
+    addend = SimpleNamespace(wanted=True, add=lambda x, out: out.add_(adapter(x)))
 
     def linear(**around: Any) -> Layer:
         made = MergedColumnParallelLinear(32, {"gate_proj": 16, "up_proj": 16}, Group(), F32, bias=False)
@@ -194,4 +196,7 @@ def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(qua
 
     normed = norm(x, None)[0]
     expected = activate(linear()(normed) + adapter(normed))
-    torch.testing.assert_close(linear(addend=adapter, activation=activate)(x), expected)
+    adapted = linear(addend=addend, activation=activate)
+    torch.testing.assert_close(adapted(x), expected)
+    addend.wanted = False
+    torch.testing.assert_close(adapted(x), activate(linear()(normed)))

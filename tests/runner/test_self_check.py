@@ -152,7 +152,8 @@ def test_a_broken_kernel_is_demoted_and_it_alone(name: str, tmp_path: Path, monk
         folder = tmp_path
         save_tiny_model(*ELSEWHERE[name], folder)
     plant(monkeypatch, **{name: broken(name)})
-    worker = loaded(folder, quantization="ptpc_fp8" if name in FP8_KERNELS else None)
+    of_adapters = name.endswith("_adapters")
+    worker = loaded(folder, quantization="ptpc_fp8" if name in FP8_KERNELS else None, enable_lora=of_adapters)
     assert worker.demoted == [name]
     said = [note for note in worker.notes if note.startswith(f"Self-check: {name} ")]
     assert len(said) == 1

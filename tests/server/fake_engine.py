@@ -27,6 +27,7 @@ from headrace.engine.metrics import EngineMetrics
 from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
+from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.request import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -90,6 +91,7 @@ class FakeEngine:
         """what prompts were last prepared with"""
         self.prompts: dict[tuple[int, ...], str | list[int]] = {}
         self.requests: list[dict[str, Any]] = []
+        self.adapters: list[LoRARequest | None] = []
         self.active: set[str] = set()
         self.aborted: list[str] = []
         self.limits = ModelLimits(self.vocab_size, max_model_len, (EOS,))
@@ -127,8 +129,10 @@ class FakeEngine:
         reservation: Reservation | None = None,
         grammar: str | None = None,
         pools: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """One increment of each prompt in turn."""
+        self.adapters.append(lora_request)
         if self.dead:
             raise self.error
         streams = {}

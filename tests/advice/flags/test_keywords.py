@@ -46,7 +46,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"speculative_model": "facebook/opt-125m", "num_speculative_tokens": 5},
         {"speculative_config": {"model": "facebook/opt-125m", "num_speculative_tokens": 5}},
     ),
-    ({"enable_lora": False, "rope_scaling": {}, "logits_processors": [], "cpu_offload_gb": 0}, {}),
+    ({"enable_lora_bias": False, "rope_scaling": {}, "logits_processors": [], "cpu_offload_gb": 0}, {}),
     ({"task": "embed", "tokenizer_mode": "auto"}, {"task": "embed"}),
     ({"pooler_config": {"normalize": False}}, {"pooler_config": {"normalize": False}}),
     ({"model_impl": "vllm", "config_format": "hf"}, {}),
@@ -65,11 +65,11 @@ INERT: list[tuple[dict[str, Any], str]] = [
     ({"guided_decoding_backend": "xgrammar"}, "llguidance holds outputs to grammars"),
     ({"max_seq_len_to_capture": 8192}, "do not depend on sequence length"),
     ({"num_scheduler_steps": 8}, "every step is scheduled"),
-    ({"max_loras": 1}, "does not serve adapters (LoRA) yet"),
+    ({"lora_dtype": "auto"}, "adapters have the model's type"),
     ({"use_tqdm_on_load": False}, "where somebody watches"),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"enable_lora": True}, "enable_lora=True is not supported: headrace does not serve adapters (LoRA) yet"),
+    ({"enable_lora_bias": True}, "enable_lora_bias=True is not supported: adapters are low-rank ones"),
     ({"cpu_offload_gb": 10}, "cpu_offload_gb must be 0, got '10'"),
     ({"tokenizer_mode": "mistral"}, "tokenizer_mode must be auto or hf or slow, got 'mistral'"),
     ({"model_impl": "transformers"}, "model_impl must be auto or vllm"),

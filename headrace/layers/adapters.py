@@ -1,0 +1,156 @@
+"""Holds low-rank adapters (LoRA, arXiv 2106.09685) beside a rank's linears, and adds what they make of a step's tokens.
+
+A linear has one seat, which holds the adapters of all slots for its own shares of rows and columns. Which slot a token
+uses is told for each step, from outside; in a step without adapters no linear does anything else than without seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.adapters import RANK_STEP, AdapterWeights
+from headrace.kernels.fp8 import Quantized
+from headrace.kernels.table import KernelTable
+from headrace.layers.embedding import VocabParallelEmbedding
+from headrace.layers.linear import Linear
+from headrace.lora import LowRank
+from headrace.quantization.scheme import Part
+
+ReadTensor = Callable[[str, slice, slice], Tensor]
+"""(tensor of an adapter's file, rows, columns) -> that slice of it, on the host"""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Holds an adapter as this rank needs it, on the host."""
+
+    weights: dict[int, tuple[Tensor, Tensor]]
+    """number of the seat -> its A and B"""
+    ranks: Tensor
+    """[seats] int32"""
+
+
+class Seat:
+    """Holds the adapters of one linear, or of the embedding."""
+
+    def __init__(self, owner: Adapters, weights: AdapterWeights, parts: list[tuple[list[str], Part, int]]) -> None:
+        """`parts`: names of the linear's parts, each with where it is in the weight, and with how many rows come before
+        it in the tensors of all parts together."""
+        self.owner, self.weights, self.parts = owner, weights, parts
+
+    @property
+    def wanted(self) -> bool:
+        """Tell whether tokens of this step have adapters."""
+        return self.owner.slots is not None
+
+    def add(self, x: Any, out: Tensor) -> None:
+        """Add to out # [num_tokens, outputs] what the adapters make of x # [num_tokens, inputs], which may be
+        Quantized."""
+        slots, kernels = self.owner.slots, self.owner.kernels
+        assert slots is not None
+        x = x.dequantize(self.weights.a.dtype) if isinstance(x, Quantized) else x
+        kernels.expand_adapters(out, kernels.shrink_adapters(x, slots, self.weights), slots, self.weights)
+
+    def add_rows(self, ids: Tensor, out: Tensor) -> None:
+        """Add the same where x is the row of a unit matrix, `ids` saying which: for an embedding."""
+        slots, a = self.owner.slots, self.weights.a
+        assert slots is not None
+        shrunk = a[slots.clamp(min=0).long(), :, ids].float()
+        self.owner.kernels.expand_adapters(out, shrunk.unsqueeze(0), slots, self.weights)
+
+    def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> tuple[Tensor, Tensor, int] | None:
+        """Return this seat's A, B and rank of an adapter; None: it does not change the linear."""
+        a, b = torch.zeros(self.weights.a.shape[1:]), torch.zeros(self.weights.b.shape[1:])
+        room, most = self.weights.rank, 0
+        for place, (names, part, before) in enumerate(self.parts):
+            for name, first in zip(names, (0, before), strict=False):
+                if (change := changes.get(name)) is None:
+                    continue
+                rows, every = slice(first + part.rows.start, first + part.rows.stop), slice(0, change.rank)
+                of_a, of_b = tensor(change.a, every, part.columns), tensor(change.b, rows, every)
+                a[place * room : place * room + change.rank, : of_a.shape[1]] = of_a
+                b[part.offset : part.offset + of_b.shape[0], : change.rank] = of_b.float() * change.scale
+                most = max(most, change.rank)
+        return (a.to(self.weights.a.dtype), b.to(self.weights.b.dtype), most) if most else None
+
+
+@dataclass
+class Adapters:
+    """Holds the adapters of a rank's model in so many slots."""
+
+    num_slots: int
+    max_rank: int
+    kernels: KernelTable
+    dtype: torch.dtype
+    device: torch.device
+    slots: Tensor | None = None
+    """[num_tokens] int32: the slot of each token that is computed now, negative for one without an adapter; None: no
+    token has one"""
+    seats: list[Seat] = field(default_factory=list)
+
+    def seat(self, path: str, layer: Any) -> None:
+        """Give a linear, or the embedding, a seat; other layers have none. To be called before `finalize`."""
+        rank = -(-self.max_rank // RANK_STEP) * RANK_STEP
+        if isinstance(layer, VocabParallelEmbedding):
+            vocab, hidden = layer.shape
+            part = Part(None, (hidden, vocab), slice(0, hidden), layer.rows, 0)
+            layer.seat = self._seat([([path], part, 0)], layer.weight.shape[0], hidden, rank)
+        elif isinstance(layer, Linear) and layer.takes_adapters:
+            parts, first = [], 0
+            for part in layer.parts:
+                parts.append(([part.path(path), *([path] if part.name else [])], part, first))
+                first += part.shape[0]
+            seat = self._seat(parts, layer.spec.in_features, layer.spec.out_features, rank)
+            layer.fused = replace(layer.fused, addend=seat)
+
+    def _seat(self, parts: list[tuple[list[str], Part, int]], inputs: int, outputs: int, rank: int) -> Seat:
+        sizes = [part.rows.stop - part.rows.start for _, part, _ in parts]
+        starts = torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=self.device)
+        a = torch.zeros(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device=self.device)
+        b = torch.zeros(self.num_slots, outputs, rank, dtype=self.dtype, device=self.device)
+        ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
+        self.seats.append(Seat(self, AdapterWeights(a, b, ranks, starts, max(1, *sizes)), parts))
+        return self.seats[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that all slots take."""
+        return sum(one.numel() * one.element_size() for seat in self.seats for one in seat.weights[:2])
+
+    @contextmanager
+    def applied(self, slots: Tensor | None) -> Iterator[None]:
+        """Let what is computed within the context add the adapters of `slots`."""
+        self.slots = slots
+        try:
+            yield
+        finally:
+            self.slots = None
+
+    def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> Loaded:
+        """Read this rank's shares of an adapter, onto the host. May be called from another thread."""
+        weights, ranks = {}, torch.zeros(len(self.seats), dtype=torch.int32)
+        for number, seat in enumerate(self.seats):
+            if (found := seat.read(changes, tensor)) is not None:
+                a, b, ranks[number] = found
+                weights[number] = self._pinned(a), self._pinned(b)
+        return Loaded(weights, self._pinned(ranks))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        """Return the tensor where a GPU can copy it from while the host goes on."""
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def put(self, slot: int, loaded: Loaded) -> None:
+        """Copy an adapter into a slot, behind all that the device has been given to do."""
+        for number, seat in enumerate(self.seats):
+            held = seat.weights
+            held.ranks[slot].copy_(loaded.ranks[number], non_blocking=True)
+            if number in loaded.weights:
+                for place, tensor in zip((held.a, held.b), loaded.weights[number], strict=True):
+                    place[slot].copy_(tensor, non_blocking=True)

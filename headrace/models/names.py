@@ -1,0 +1,23 @@
+"""Says what the parts of published models are called here. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace.model_config import ModelConfig
+
+TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+"""how names begin in models of more than text -> in models of text alone"""
+OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
+"""how these names begin there; the others' tensors are of other parts"""
+
+
+def text_name(name: str, config: ModelConfig, names: Sequence[tuple[str, str]]) -> str:
+    """Return the name that a tensor or module of a published model has in a model of text alone. `names`:
+    ModelSpec's."""
+    if config.more_than_text:
+        name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
+    for theirs, ours in names:
+        name = name.replace(theirs, ours)
+    return name

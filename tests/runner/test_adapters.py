@@ -1,0 +1,126 @@
+"""An engine with adapters computes what transformers' model does with each of them merged into its weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import LLM, LoRARequest, SamplingParams
+from headrace.request import RequestOutput
+from tests.lora import ALL, merge, save_adapter, scores
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_configs import save_tiny_model
+
+PROMPTS = [[5, 9, 33, 2, 71, 8, 8, 40, 12], [7, 60, 3], [9, 9, 1, 50, 22, 17], [100, 4, 44, 5, 9, 33, 2]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0, logprobs=0, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4,
+    "max_num_batched_tokens": 16, "enable_lora": True,
+}  # fmt: skip
+CLOSE = {"rtol": 0, "atol": 1e-3}
+"""of log-probabilities: adapters change those of these models by more than 0.1, and sums in another order by 1e-5"""
+
+
+def scored(output: RequestOutput) -> tuple[list[int], Tensor]:
+    """All tokens of prompt and answer, and the log-probabilities of all but the first."""
+    (answer,) = output.outputs
+    assert output.prompt_logprobs is not None
+    assert answer.logprobs is not None
+    entries = [*output.prompt_logprobs[1:], *answer.logprobs]
+    tokens = [*output.prompt_token_ids, *answer.token_ids]
+    found = [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True) if entry is not None]
+    return tokens, torch.tensor(found)
+
+
+def check(outputs: list[RequestOutput], models: list[torch.nn.Module]) -> None:
+    for output, model in zip(outputs, models, strict=True):
+        tokens, found = scored(output)
+        torch.testing.assert_close(found, scores(model, tokens), **CLOSE)
+
+
+def request(number: int, folder: Path) -> LoRARequest:
+    return LoRARequest(f"adapter-{number}", number, str(folder))
+
+
+class Family:
+    """A tiny model, adapters of it, and transformers' models with each of them merged; the first has none."""
+
+    def __init__(
+        self, folder: Path, architecture: str, variant: str, *adapters: dict[str, Any], strip: str = ""
+    ) -> None:
+        self.base = save_tiny_model(architecture, variant, folder / "base")
+        self.folder, self.models, self.requests = folder / "base", [self.base], [None]
+        for number, fields in enumerate(adapters, 1):
+            adapter = save_adapter(folder / str(number), self.base, number, strip, **fields)
+            self.models.append(copy.deepcopy(self.base))
+            merge(self.models[-1], adapter, strip)
+            self.requests.append(request(number, adapter))
+
+
+@pytest.fixture(scope="module", name="llama")
+def _llama(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family(
+        tmp_path_factory.mktemp("llama"), "LlamaForCausalLM", "biases",
+        {"use_rslora": True, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"1.mlp.up_proj": 3}},
+        {"target_modules": [*ALL, "embed_tokens", "lm_head"], "r": 9},
+        {"target_modules": r".*\.1\.self_attn\.[kv]_proj", "lora_alpha": 32},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="llm")
+def _llm(llama: Family) -> Iterator[LLM]:
+    with LLM(str(llama.folder), max_loras=3, max_cpu_loras=3, **SIZES) as llm:
+        yield llm
+
+
+def test_each_request_of_a_batch_gets_its_own_adapter_or_none(llama: Family, llm: LLM) -> None:
+    """Prompts in chunks, decodes beside them, and their log-probabilities."""
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=llama.requests)
+    check(outputs, llama.models)
+    assert [output.lora_request for output in outputs] == llama.requests
+    check(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=llama.requests[::-1]), llama.models[::-1])
+    check(llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False, lora_request=llama.requests[2]), [llama.models[2]] * 2)
+
+
+def test_cached_blocks_of_one_adapter_are_no_others(llama: Family, llm: LLM) -> None:
+    prompt = [[61, *range(20, 60)]]
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    cached = [
+        llm.generate(prompt, params, use_tqdm=False, lora_request=one)[0].num_cached_tokens
+        for one in (llama.requests[1], llama.requests[2], None, llama.requests[1])
+    ]
+    assert cached == [0, 0, 0, 32]
+
+
+def test_adapters_take_turns_where_there_are_more_than_slots(llama: Family) -> None:
+    """One slot, one place on the host: each is read, evicted and read again, with more requests than run at once, which
+    are preempted for want of blocks."""
+    with LLM(str(llama.folder), max_loras=1, num_gpu_blocks_override=4, **{**SIZES, "max_model_len": 32}) as llm:
+        order = [1, 2, 3, 1, 0, 2]
+        asked = [llama.requests[one] for one in order]
+        prompts = [PROMPTS[place % 4] for place in range(len(order))]
+        check(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=asked), [llama.models[one] for one in order])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant", "fields", "strip"),
+    [
+        ("Phi3ForCausalLM", "fused", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]}, ""),
+        ("Gemma3ForConditionalGeneration", "text", {"target_modules": [*ALL, "embed_tokens"]}, ""),
+        ("DeepseekV2ForCausalLM", "queries-too",
+         {"target_modules": r".*(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj|0\.mlp\.\w+_proj)"}, ""),
+        ("Starcoder2ForCausalLM", "windows", {"target_modules": ["q_proj", "c_fc", "c_proj"]}, ""),
+    ],
+)  # fmt: skip
+def test_other_families(architecture: str, variant: str, fields: dict[str, Any], strip: str, tmp_path: Path) -> None:
+    family = Family(tmp_path, architecture, variant, fields, strip=strip)
+    with LLM(str(family.folder), **SIZES) as llm:
+        check(llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False, lora_request=family.requests), family.models)
