@@ -18,7 +18,7 @@ from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear, column_spec
 from headrace.layers.norm import Sum, make_norm
-from headrace.layers.rotary import NO_ANGLES, Rotary
+from headrace.layers.rotary import NO_ANGLES, Angles, Rotary
 from headrace.model_spec import HeadSpec
 from headrace.models.llama import LlamaDecoderLayer
 from headrace.quantization.scheme import Slot
@@ -98,6 +98,20 @@ class DraftHead(Layer):
         `input_ids` [num_tokens] are the tokens behind those that `hidden` is of: the model's hidden states, or of its
         `taps` # [num_tokens, taps * hidden_size]; not `of_model`: those that the head has returned.
         """
+        x, residual, angles = self._joined(input_ids, positions, hidden, of_model)
+        out, residual = self.layer.mixed(x, residual, angles, metadata, kv_caches[0])
+        normed, total = self.norm(out, residual)
+        return normed, normed if self.hands_on_normed else total
+
+    def fill(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Any], hidden: Tensor
+    ) -> None:
+        """Write to the cache what `forward` does of the model's hidden states, and leave out the feed-forward."""
+        x, _, angles = self._joined(input_ids, positions, hidden, of_model=True)
+        getattr(self.layer, self.layer.mixer)(x, angles, metadata, kv_caches[0])
+
+    def _joined(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, of_model: bool) -> tuple[Any, Any, Angles]:
+        """Return what the layer's mixer reads, the residual, and the angles by which it turns."""
         if self.taps and of_model:
             hidden = self.fc(hidden)
         embedded = self.shared[0](input_ids)
@@ -105,11 +119,8 @@ class DraftHead(Layer):
         joined = torch.cat(pair[::-1] if self.joins == "hidden_first" else pair, dim=-1)
         angles = NO_ANGLES if self.rotary is None else self.rotary(positions)
         if self.joins == "in_attention":
-            out, residual = self.layer.mixed(joined, hidden, angles, metadata, kv_caches[0])
-        else:
-            out, residual = self.layer(self.fc(joined), None, angles, metadata, kv_caches[0])
-        normed, total = self.norm(out, residual)
-        return normed, normed if self.hands_on_normed else total
+            return joined, hidden, angles
+        return *getattr(self.layer, self.layer.before_mixer)(self.fc(joined), None), angles
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Map what `forward` returns first # [n, hidden_size] to logits # [n, vocab_size] of the model's tokens."""

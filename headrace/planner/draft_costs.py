@@ -29,6 +29,7 @@ class DraftCosts:
         self._model = step_model(replace(deployment, draft=None))
         draft = deployment.of_draft
         self._draft = None if draft is None else step_model(draft)
+        self._lags = draft is not None and draft.shape.spec.head is None  # a head soon takes in what it leaves out
         self._known: dict[tuple[int, int, int], float] = {}
 
     def __call__(self, requests: int, context: float, length: int, lag: int = 0) -> float:
@@ -41,7 +42,7 @@ class DraftCosts:
             verifying = self._model.seconds(StepWork(size, around, decode_len=1 + length))
             self._known[key] = verifying + self.guessing(size, around, length)
         seconds = self._known[key]
-        if lag and self._draft is not None:
+        if lag and self._lags and self._draft is not None:
             seconds += self._draft.seconds(StepWork(0, 0.0, requests * lag, context, requests))
         return seconds
 

@@ -150,7 +150,8 @@ class Drafting:
     def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, None]:
         """Guess behind each row of the batch; return the last guesses # [R]."""
         guesses = self.drafter.propose(self.tables, batch, None)
-        return (batch.rows if guesses is None else guesses), None
+        assert guesses is not None
+        return guesses, None
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """Raise an error: these graphs have no pieces."""

@@ -12,15 +12,24 @@ from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Drafter, Tables, shortened
 from headrace.step import SchedulerOutput
 
+KEPT_TOKENS = 1024
+"""Most tokens whose hidden states are kept until a drafter reads them."""
+
 
 class Guesses:
     """Holds a drafter for each number of guesses that steps ask for, its graphs, and how far it lags behind each row:
-    steps that ask for none leave out the tokens that it would have computed."""
+    steps that ask for none leave out the tokens that it would have computed. If it reads the model's hidden states,
+    those of what is left out are kept."""
 
     def __init__(self, drafter: Drafter, tables: Tables) -> None:
         self._drafters = {drafter.num_drafts: drafter}
         self._longest, self._tables = drafter, tables
         self._lags = np.zeros(len(tables.token_table), dtype=np.int64)
+        hidden = tables.hidden
+        self._kept = None if hidden is None else hidden.new_empty(KEPT_TOKENS, hidden.shape[1])
+        self._rows_kept: list[np.ndarray] = []
+        """of each step that is left out, the rows whose hidden states `_kept` holds, in its order"""
+        self._num_kept = 0
         self._graphs: dict[int, StepGraphs] = {}
         self._captures: tuple[GraphSettings, GraphDevice, Notes] | None = None
 
@@ -31,27 +40,55 @@ class Guesses:
         if settings is not None and device is not None and settings.decode == "full" and self._longest.num_layers:
             self._captures = settings, device, notes
 
+    def catch_up(self, step: SchedulerOutput) -> None:
+        """Let the drafter take in what it has left out, before `step` changes rows and blocks: a draft model where the
+        step asks for guesses. One that reads hidden states does it unless this step is left out too and frees no row:
+        so there is room for them, and blocks that others find in the prefix cache are whole."""
+        lags, hidden = self._lags, None
+        lags[-1] = 0  # that row is no request's
+        if self._kept is None:
+            lags[step.freed_rows] = 0
+            due = step.num_guesses > 0
+        else:
+            due = bool(step.freed_rows) or not self._may_leave_out(step)
+        rows = np.flatnonzero(lags) if due else lags[:0]
+        if not len(rows):
+            return
+        if self._kept is not None:
+            places = np.concatenate(self._rows_kept).argsort(kind="stable")[: lags.sum()]  # the last row's go last
+            hidden = self._kept.index_select(0, to_device(places, self._kept.device))
+        self._longest.catch_up(self._tables, rows, lags[rows], hidden)
+        lags[rows] = 0
+        self._rows_kept.clear()
+        self._num_kept = 0
+
+    def _may_leave_out(self, step: SchedulerOutput) -> bool:
+        """Tell whether a step may be left out of what reads hidden states: one of decodes without drafts."""
+        count = len(step.rows)
+        if step.num_guesses or step.num_drafts or step.num_tokens != count or not all(step.samples):
+            return False
+        return self._num_kept + count <= KEPT_TOKENS and int(self._lags.max()) < self._longest.most_lag
+
     def make(self, step: SchedulerOutput, batch: Batch, shape: Shape | None) -> None:
         """Guess `step.num_guesses` tokens behind each row that sampled in a step, which ran from the graph of `shape`,
         if any."""
-        count, device = step.num_guesses, batch.rows.device
-        for new in step.new_rows:
-            self._lags[new.row] = 0
-        reads = self._tables.hidden is not None  # those of each step, also where nothing is guessed
-        if self._longest.num_layers and not reads:
-            rows = np.array(step.rows)[np.array(step.samples)]
-            if not count:
-                self._lags[rows] += 1
-            elif (lags := self._lags[rows]).any():
-                self._longest.catch_up(self._tables, rows[lags > 0], lags[lags > 0])
-                self._lags[rows] = 0
-        if not reads and not (count and batch.num_samples):
-            return
-        if self._captures is not None and shape is not None and shape.decode:
+        count, device = step.num_guesses if batch.num_samples else 0, batch.rows.device
+        if not count and (self._kept is None or self._may_leave_out(step)):
+            self._leave_out(np.array(step.rows)[np.array(step.samples)])
+        elif count and self._captures is not None and shape is not None and shape.decode:
             self._graphs_of(count).run(shape._replace(kind=DRAFTING), batch)
+        else:
+            sampled = None if batch.decode_only else to_device(np.flatnonzero(step.samples), device)
+            self._drafter_of(count).propose(self._tables, batch, sampled)
+
+    def _leave_out(self, rows: np.ndarray) -> None:
+        if not self._longest.num_layers:
             return
-        sampled = None if batch.decode_only else to_device(np.flatnonzero(step.samples), device)
-        self._drafter_of(count).propose(self._tables, batch, sampled)
+        self._lags[rows] += 1
+        if self._kept is not None and self._tables.hidden is not None:
+            begin, self._num_kept = self._num_kept, self._num_kept + len(rows)
+            self._kept[begin : self._num_kept].copy_(self._tables.hidden[: len(rows)])
+            self._rows_kept.append(rows)
 
     def _drafter_of(self, count: int) -> Drafter:
         if count not in self._drafters:

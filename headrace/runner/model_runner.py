@@ -194,6 +194,8 @@ class ModelRunner:
     def begin(self, step: SchedulerOutput) -> Forward | None:
         """Launch all of a step that comes before sampling; on the last pipeline stage `finish` launches the rest.
         Nothing else may run between. A step without requests has nothing to finish."""
+        if self.guesses is not None:
+            self.guesses.catch_up(step)
         pipeline = self.pipeline
         if pipeline.is_split and pipeline.stage.is_first:
             pipeline.settle(step, self.state.token_table)

@@ -13,13 +13,11 @@ from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
-from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Tables, rows_of
-from headrace.spec_decode.passes import Passes, within
+from headrace.spec_decode.passes import Passes, most_lag, within
 
 CATCH_UP_TOKENS = 1024
 """Most tokens that are computed at once of those that steps without guesses have left out."""
-LONGEST = 1 << 40
 
 
 class ModelDrafter:
@@ -36,9 +34,7 @@ class ModelDrafter:
         self.model, self.num_drafts, self.longest = model, num_drafts, longest
         self.num_layers = len(specs)
         self.passes = Passes.of(kernels, specs)
-        windows = [0 if spec.chunked else spec.sliding_window for spec in specs if spec and spec.sliding_window]
-        self._most_lag = max(0, min(windows, default=LONGEST) - 4 - 2 * num_drafts)
-        """blocks of tokens behind a window, or of the chunk before, may be others' by now"""
+        self.most_lag = most_lag(specs, num_drafts)
 
     def hidden_states(self, num_tokens: int, device: torch.device) -> None:
         """Return None: it computes its own."""
@@ -64,18 +60,10 @@ class ModelDrafter:
         hidden = self.model(input_ids, positions, metadata, tables.caches)
         return self.passes.draw(tables, rows, known, self.model.compute_logits(hidden[count - 1 :: count]))
 
-    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
-        device, scratch = tables.token_table.device, tables.token_table.shape[0] - 1
-        for whose, left, counts in _pieces(rows, np.minimum(lags, self._most_lag), CATCH_UP_TOKENS):
-            index, missing = to_device(whose.astype(np.int32), device), to_device(left.astype(np.int32), device)
-            first = tables.num_known.index_select(0, index) - 2 - missing
-            ends = first + to_device(counts.astype(np.int32), device)
-            fits = (first >= 0) & (ends <= min(tables.max_model_len, self.longest))
-            index, ends = torch.where(fits, index, scratch), torch.where(fits, ends, ends - first)
-            first = torch.where(fits, first, 0)
-            starts = to_device(np.concatenate(([0], counts.cumsum())).astype(np.int32), device)
-            most, num_tokens = int(counts.max()), int(counts.sum())
-            inputs = self.passes.over(tables, index, first, ends, starts, num_tokens, most, tables.max_model_len)
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray, hidden: Tensor | None) -> None:
+        below = min(tables.max_model_len, self.longest)
+        for whose, left, counts in _pieces(rows, np.minimum(lags, self.most_lag), CATCH_UP_TOKENS):
+            inputs = self.passes.over_missing(tables, whose, left, counts, below)
             self.model(*inputs, tables.caches)
 
 

@@ -44,6 +44,9 @@ class Drafter(Protocol):
     num_drafts: int
     """Guesses for each row."""
 
+    most_lag: int
+    """Tokens of a row that it may leave out, at most, and still catch up with."""
+
     @property
     def num_layers(self) -> int:
         """Layers of its own, which have caches behind those of the model's layers."""
@@ -69,15 +72,16 @@ class Drafter(Protocol):
         row that sampled: of the requests of `batch` with the numbers `sampled` [S] int64; None: of all. The last row
         of the tables may occur several times. Return the last guesses # [S], if it has layers and any row sampled.
 
-        It is called after each step that samples, or after every step if it reads hidden states. With layers it is
-        captured in a graph for steps of decodes. It must not run out of memory: the step would be computed again,
-        though its tokens are known already."""
+        It is called after steps that sample and ask for guesses. If it reads hidden states, a copy of it that makes no
+        guesses takes in the others, but those that it catches up with. With layers it is captured in a graph for steps
+        of decodes. It must not run out of memory: the step would be computed again, though its tokens are known
+        already."""
         ...
 
-    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
-        """Take in what steps computed behind which nothing was guessed: of each row in `rows` the `lags` tokens before
-        the last two known ones. It is called before guesses are asked for again, if it has layers. It must not run out
-        of memory."""
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray, hidden: Tensor | None) -> None:
+        """Take in what steps computed behind which nothing was guessed, if it has layers: of each row in `rows` the
+        `lags` tokens before the last known one. `hidden`: the model's hidden states of these, row by row, if it reads
+        any. It is called before a step."""
         ...
 
 

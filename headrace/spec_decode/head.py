@@ -13,7 +13,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
 from headrace.spec_decode.drafter import Tables, rows_of
-from headrace.spec_decode.passes import Passes, within
+from headrace.spec_decode.passes import Passes, most_lag, within
 
 
 class HeadDrafter:
@@ -36,6 +36,7 @@ class HeadDrafter:
         """`head`: models/heads.py's, whose layer has the attention `specs`."""
         self.head, self.num_drafts, self.dtype = head, num_drafts, dtype
         self.passes = Passes.of(kernels, specs, ahead=1)
+        self.most_lag = most_lag(specs, num_drafts)
 
     @property
     def taps(self) -> bool:
@@ -48,17 +49,21 @@ class HeadDrafter:
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         """Do nothing: it computes prompts behind the model."""
 
-    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
-        """Do nothing: it reads each step, also where nothing is guessed, since hidden states are gone afterwards."""
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray, hidden: Tensor | None) -> None:
+        """Fill the cache alone: what it holds of a token depends on no other token's, since a head has one layer."""
+        assert hidden is not None
+        inputs = self.passes.over_missing(tables, rows, lags, lags, tables.max_model_len)
+        self.head.fill(*inputs, tables.caches, hidden)
 
     def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> Tensor | None:
         assert tables.hidden is not None
         input_ids, positions, metadata = self.passes.over_step(tables, batch)
         of_model = tables.hidden[: batch.num_tokens]
+        if not self.num_drafts:
+            self.head.fill(input_ids, positions, metadata, tables.caches, of_model)
+            return None
         normed, hidden = self.head(input_ids, positions, metadata, tables.caches, of_model)
         rows, longest = rows_of(batch, sampled), batch.max_seq_len + 1
-        if not self.num_drafts or not len(rows):
-            return None
         known = tables.num_known.index_select(0, rows)
         last = _last_known(batch, sampled, known)
         normed, hidden = normed.index_select(0, last), hidden.index_select(0, last)

@@ -24,7 +24,7 @@ class NgramDrafter:
     most: int
     """tokens that are compared"""
     propose_ngram: Callable[[Tensor, Tensor, Tensor, int, int, int, int], None]
-    num_layers = 0
+    num_layers = most_lag = 0
     taps = False
 
     def hidden_states(self, num_tokens: int, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class NgramDrafter:
     def fill(self, input_ids: Tensor, metadata: AttentionMetadata, tables: Tables) -> None:
         """Do nothing: the tokens are in the row."""
 
-    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray) -> None:
+    def catch_up(self, tables: Tables, rows: np.ndarray, lags: np.ndarray, hidden: Tensor | None) -> None:
         """Do nothing: the tokens are in the row."""
 
     def propose(self, tables: Tables, batch: Batch, sampled: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,10 @@ from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.table import KernelTable
+from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Tables
 
+LONGEST = 1 << 40
 Inputs = tuple[Tensor, Tensor, AttentionMetadata]
 """input_ids, positions # [num_tokens], and what attention is told"""
 
@@ -49,6 +52,18 @@ class Passes:
         num_tokens = rows.shape[0] * count
         starts = torch.arange(0, num_tokens + count, count, dtype=torch.int32, device=rows.device)
         return self.over(tables, rows, lengths - count, lengths, starts, num_tokens, count, longest)
+
+    def over_missing(
+        self, tables: Tables, rows: np.ndarray, lags: np.ndarray, counts: np.ndarray, below: int
+    ) -> Inputs:
+        """Return the inputs of `counts` tokens of each row # [R]: of the `lags` tokens before the last known one, the
+        first. Of rows in which they do not end `below` a length it computes something else."""
+        device = tables.token_table.device
+        index, behind, count = (to_device(one.astype(np.int32), device) for one in (rows, lags - counts, counts))
+        index, ends = within(tables, index, tables.num_known.index_select(0, index) - 1 - behind, count, below)
+        starts = to_device(np.concatenate(([0], counts.cumsum())).astype(np.int32), device)
+        most, num_tokens = int(counts.max()), int(counts.sum())
+        return self.over(tables, index, ends - count, ends, starts, num_tokens, most, tables.max_model_len)
 
     def over(
         self, tables: Tables, rows: Tensor, first: Tensor, ends: Tensor, starts: Tensor, num_tokens: int, most: int,
@@ -93,7 +108,14 @@ class Passes:
         return tokens
 
 
-def within(tables: Tables, rows: Tensor, lengths: Tensor, least: int, below: int) -> tuple[Tensor, Tensor]:
+def most_lag(specs: Sequence[AttentionSpec | None], num_drafts: int) -> int:
+    """Return how many tokens layers with these `specs` may be behind: blocks of tokens behind a window, or of the chunk
+    before, may be others' by then."""
+    windows = [0 if spec.chunked else spec.sliding_window for spec in specs if spec and spec.sliding_window]
+    return max(0, min(windows, default=LONGEST) - 4 - 2 * num_drafts)
+
+
+def within(tables: Tables, rows: Tensor, lengths: Tensor, least: int | Tensor, below: int) -> tuple[Tensor, Tensor]:
     """Return rows and lengths, with the last row of the tables, and the length `least`, in place of each that is
     shorter, hence no request's, or not `below` a length."""
     fits = (lengths >= least) & (lengths < below)

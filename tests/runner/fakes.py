@@ -17,11 +17,16 @@ from headrace.attention.spec import AttentionSpec
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.batch import prepare_batch_reference
 from headrace.kernels.paged import Sequences
+from headrace.kernels.sampling import gumbel_argmax_reference
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.runner.cuda_graph import Shape
 from headrace.runner.memory import HostMemory
 
-KERNELS = replace(REFERENCE_KERNELS, prepare_batch=lambda *arguments: torch.ops.headrace_test.prepare_batch(*arguments))
+KERNELS = replace(
+    REFERENCE_KERNELS,
+    prepare_batch=lambda *arguments: torch.ops.headrace_test.prepare_batch(*arguments),
+    gumbel_argmax=lambda *arguments: torch.ops.headrace_test.gumbel_argmax(*arguments),
+)
 
 
 @torch.library.custom_op("headrace_test::prepare_batch", mutates_args=())
@@ -38,6 +43,13 @@ def prepare_batch(
         rows, num_computed, query_start_loc, token_table, block_table, block_size, num_tokens
     )
     return ids.clone(), positions.clone(), slots.clone()
+
+
+@torch.library.custom_op("headrace_test::gumbel_argmax", mutates_args=())
+def gumbel_argmax(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, floor: Tensor | None = None
+) -> Tensor:
+    return gumbel_argmax_reference(logits, temperature, seeds, positions, floor)
 
 
 @torch.library.custom_op("headrace_test::attention", mutates_args=())

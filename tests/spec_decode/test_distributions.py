@@ -21,6 +21,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.models import filling
+from headrace.models.drafters import TAPS
 from tests.runner.harness import LLAMA
 
 VOCAB = 13
@@ -36,7 +37,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2},
     "draft_model, adaptive": {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": True},
+    "eagle, adaptive": {"method": "eagle", "num_speculative_tokens": 2, "adaptive": True},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 2},
 }
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"architectures": ["LlamaForCausalLM"]},
+    "eagle3": {
+        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 10, TAPS: [1, 2, 3],
+    },
+}  # fmt: skip
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 1.0, "top_k": 4},
@@ -55,19 +64,22 @@ def write_config(folder: Path, **changes: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The model and another, whose first layer is alike, of weights with which tokens differ in chance."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The model (""), and by method another whose first layer is alike, and heads; of weights with which tokens differ
+    in chance."""
     where = tmp_path_factory.mktemp("small vocabulary")
+    of_one = {"draft_model": {}, **HEADS}
+    made = {method: write_config(where / method, num_hidden_layers=1, **one) for method, one in of_one.items()}
     with mock.patch.object(filling, "DUMMY_RANGE", 0.8):
-        yield write_config(where / "model"), write_config(where / "another", num_hidden_layers=1)
+        yield {"": write_config(where / "model"), **made}
 
 
 @pytest.fixture(scope="module")
-def raw(folders: tuple[str, str]) -> Chances:
+def raw(folders: dict[str, str]) -> Chances:
     """The model's own distributions behind up to two tokens."""
     behind = [(), *product(range(VOCAB)), *product(range(VOCAB), repeat=2)]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB, detokenize=False)
-    with LLM(folders[0], **SETTINGS) as llm:
+    with LLM(folders[""], **SETTINGS) as llm:
         outputs = llm.generate([PROMPT + list(tokens) for tokens in behind], params, use_tqdm=False)
     found = {}
     for tokens, output in zip(behind, outputs, strict=True):
@@ -118,12 +130,12 @@ def surprise(seen: Counter[tuple[int, int]], chances: dict[tuple[int, int], floa
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_answers_with_guesses_are_distributed_as_the_model_says(
-    drafter: str, folders: tuple[str, str], raw: Chances
+    drafter: str, folders: dict[str, str], raw: Chances
 ) -> None:
     given = DRAFTERS[drafter]
-    if given["method"] == "draft_model":
-        given = {**given, "model": folders[1]}
-    with LLM(folders[0], **SETTINGS, speculative_config=given) as llm:
+    if given["method"] in folders:
+        given = {**given, "model": folders[given["method"]]}
+    with LLM(folders[""], **SETTINGS, speculative_config=given) as llm:
         for number, (name, filters) in enumerate(FILTERS.items()):
             seeds = range(number * DRAWS, (number + 1) * DRAWS)
             params = [
