@@ -24,7 +24,7 @@ from headrace.graph_sizes import GraphSettings
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
-from headrace.models import loader
+from headrace.models import filling, loader
 from headrace.models.served import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.kv_cache import cache_shape
@@ -105,7 +105,7 @@ def make_runner(
     )
     backend, own = AttentionInGraphs(), len(spec.layers)
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
-    with mock.patch.object(loader, "DUMMY_RANGE", 0.5):  # of +-1e-3 all logits are alike
+    with mock.patch.object(filling, "DUMMY_RANGE", 0.5):  # of +-1e-3 all logits are alike
         load_format = "auto" if name == "demo" else "dummy"
         model = loader.load_model(DEMO, model_config, context.layers(0, own), load_format, taps=taps)
         if own_drafts:
