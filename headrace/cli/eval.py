@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import sys
 import time
 from dataclasses import dataclass
@@ -169,10 +168,10 @@ def read_task(options: EvalOptions) -> tuple[list[Item], int, dict[str, Any]]:
     """Return the items to answer, the number of items in the data, and the settings that they depend on."""
     from headrace.evaluate.data import find_split, read_docs
     from headrace.evaluate.session import items_of, texts_of
-    from headrace.evaluate.tasks import TASKS
+    from headrace.evaluate.tasks import SPLITS, TASKS
 
     task = TASKS.get(options.task)
-    path = find_split(options.data, ("test", "validation", "dev") if task is None else task.splits, "--data")
+    path = find_split(options.data, SPLITS, "--data")
     docs = read_docs(path, () if task is None else task.fields)
     settings: dict[str, Any] = {"task": options.task, "data": hashlib.sha256(path.read_bytes()).hexdigest()}
     if task is None:
@@ -180,8 +179,7 @@ def read_task(options: EvalOptions) -> tuple[list[Item], int, dict[str, Any]]:
     count = task.num_fewshot if options.num_fewshot is None else options.num_fewshot
     pool, examples = [], None
     if count:
-        folder = options.data if Path(options.data).is_dir() else str(path.parent)
-        examples = find_split(options.fewshot_data or folder, task.fewshot_splits, "--fewshot-data")
+        examples = find_split(options.fewshot_data or str(path.parent), task.fewshot_splits, "--fewshot-data")
         if examples == path:
             raise ConfigError(
                 f"{options.task} with {count} examples needs --fewshot-data, or {' or '.join(task.fewshot_splits)}"
@@ -241,28 +239,28 @@ def compare_runs(names: list[str], output_path: str | None) -> int:
     from headrace.evaluate.report import compare, figures, table
     from headrace.evaluate.samples import read_samples
 
-    runs: dict[str, dict[str, list[Record]]] = {}
+    runs: dict[str, dict[str, tuple[Record, list[Record]]]] = {}
     for name in names:
-        folder = Path(name).expanduser()
-        files = sorted(folder.glob("samples_*.jsonl"))
+        files = sorted(Path(name).expanduser().glob("samples_*.jsonl"))
         if not files:
             raise ConfigError(f"--compare {name!r}: there is no samples_TASK.jsonl of a run in this folder")
         read = [read_samples(file) for file in files]
-        runs[name] = {settings["task"]: [*by_id.values()] for settings, by_id in read if by_id}
+        runs[name] = {settings["task"]: (settings, [*by_id.values()]) for settings, by_id in read if by_id}
     first, *others = names
-    found: dict[str, list[dict[str, Any]]] = {}
-    for task in runs[first]:
+    found: dict[str, list[Record]] = {}
+    for task, (settings, records) in runs[first].items():
         having = {name: runs[name][task] for name in names if task in runs[name]}
         print(task)
-        for line in table({name: figures(records) for name, records in having.items()}):
+        for line in table({name: figures(one) for name, (_, one) in having.items()}):
             print(line)
-        for other in others:
-            if other not in having:
-                continue
-            comparisons = compare(having[first], having[other], (first, other))
-            found.setdefault(task, []).extend({"runs": [first, other], **one.record} for one in comparisons)
-            for line in itertools.chain.from_iterable(one.lines for one in comparisons):
-                print(line)
+        for other in (name for name in others if name in having):
+            unlike, compared = having[other]
+            for key in {**settings, **unlike}:
+                if settings.get(key) != unlike.get(key):
+                    print(f"{key}: {unlike.get(key)!r} in {other}, {settings.get(key)!r} in {first}")
+            for record, lines in compare(records, compared, (first, other)):
+                found.setdefault(task, []).append({"runs": [first, other], **record})
+                print(*lines, sep="\n")
     if not found:
         raise ConfigError(f"{first} has no task in common with {', '.join(others)}")
     if output_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def find_split(given: str, names: Sequence[str], flag: str) -> Path:
         raise ConfigError(f"{flag} {given!r}: there is no such file or folder")
     files = sorted(file for file in (*path.glob("*"), *path.glob("data/*")) if file.suffix in ENDINGS)
     for name in names:
-        named = [file for file in files if name in file.stem.replace("_", "-").split("-")]
+        named = [file for file in files if name in re.split(r"[-_.]", file.stem)]
         if len(named) > 1:
             raise ConfigError(f"{flag} {given!r} has several files of {name} ({_listed(named)}): name one of them")
         if named:

@@ -124,12 +124,8 @@ def table(runs: Mapping[str, Mapping[str, Figure]]) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Holds two runs on the same items, and the lines that say it."""
-
-    record: dict[str, Any]
-    lines: list[str]
+Comparison = tuple[dict[str, Any], list[str]]
+"""Two runs on the same items: as a record, and as the lines that say it."""
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], names: tuple[str, str]) -> list[Comparison]:
@@ -177,7 +173,7 @@ def _compare_answers(pairs: Sequence[tuple[Record, Record]], metric: str, head: 
         f"  no longer right: {_listed(lost)}",
         f"  newly right: {_listed(won)}",
     ]
-    return Comparison(record, lines)
+    return record, lines
 
 
 def _compare_texts(pairs: Sequence[tuple[Record, Record]], head: str) -> Comparison:
@@ -191,7 +187,7 @@ def _compare_texts(pairs: Sequence[tuple[Record, Record]], head: str) -> Compari
         low, high = math.exp(-mean - Z95 * stderr), math.exp(-mean + Z95 * stderr)
         record["interval_95"] = [low, high]
         lines[1] += f", 95% interval [{low:.5f}, {high:.5f}]"
-    return Comparison(record, lines)
+    return record, lines
 
 
 def _listed(items: Sequence[int]) -> str:

@@ -43,13 +43,12 @@ class Samples:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another run writes to {self.path}") from None
-        text = self.path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        os.ftruncate(self._file, whole)
-        if not whole:
+        whole = self.path.read_bytes().rfind(b"\n") + 1
+        before, self.done = read_samples(self.path) if whole else ({}, {})
+        os.ftruncate(self._file, whole if self.done else 0)
+        if not self.done:  # it may have been of other settings
             self._write({"settings": settings})
             return
-        before, self.done = read_samples(self.path)
         for name in {**before, **settings}:
             if before.get(name) != settings.get(name):
                 other, own = quoted(before.get(name)), quoted(settings.get(name))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError, RequestError, UserError
 from headrace.evaluate.code import run_program
 from headrace.evaluate.data import Doc, hash_of
 from headrace.evaluate.rolling import Likelihood, windows
@@ -131,7 +131,7 @@ async def run(items: Iterable[Item], model: Model, samples: Samples, on_done: Ca
     """Answer the items that `samples` does not have. `on_done` is called with the number of those that are done.
 
     An item that cannot be answered harms no other; the first one's error is raised at the end. Any other error ends
-    the run at once. Both say what is kept.
+    the run at once. Both say what is kept. Raises UserError for what is wrong with all of them.
     """
     items = list(items)
     refused: dict[int, RequestError] = {}
@@ -152,6 +152,8 @@ async def run(items: Iterable[Item], model: Model, samples: Samples, on_done: Ca
     tasks = [asyncio.create_task(one(item)) for item in items if item.doc_id not in samples.done]
     try:
         await asyncio.gather(*tasks)
+    except UserError:
+        raise
     except HeadraceError as error:
         raise HeadraceError(f"{error}; {kept(done, len(items), samples)}") from None
     finally:

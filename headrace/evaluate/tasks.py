@@ -17,6 +17,8 @@ from headrace.evaluate.data import Doc
 LETTERS = "ABCDEFGHIJ"
 INVALID = "[invalid]"
 """Stands for an answer in which nothing was found."""
+SPLITS = ("test", "validation", "dev")
+"""Names of what is asked, the first that a dataset has."""
 Message = dict[str, str]
 
 
@@ -74,8 +76,7 @@ class Task:
     max_gen_toks: int
     metric: str = "exact_match"
     num_fewshot: int = 0
-    splits: tuple[str, ...] = ("test", "validation", "dev")
-    fewshot_splits: tuple[str, ...] = ()
+    fewshot_splits: tuple[str, ...] = ("train", "validation", "dev")
     description: Callable[[Doc], str] = lambda doc: ""
     group: Callable[[Doc], str] = lambda doc: ""
     """The part of the task that an item belongs to, which has a figure and examples of its own; empty: none."""

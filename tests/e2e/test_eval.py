@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from headrace.cli.eval_models import Asking, EngineModel, engine_model, server_model
 from headrace.cli.main import main
 from headrace.config import EngineConfig
-from headrace.evaluate.rolling import windows
 from headrace.evaluate.samples import read_samples
 from headrace.evaluate.tasks import GSM8K
 from tests.e2e.conftest import KEY
-from tests.serving import DEMO, Serve, headrace
+from tests.serving import Serve, headrace
 from tests.speed import PATIENCE
 
 DOCS = [
@@ -109,23 +106,3 @@ def test_a_run_that_was_killed_goes_on(
     assert main(arguments) == 0  # nothing is left to ask
     assert main([*arguments, "--max-gen-toks", "8"]) == 2
     assert "of a run with generation" in capsys.readouterr().err
-
-
-def test_perplexity_is_the_references(server: Serve, tmp_path: Path) -> None:
-    text = "Once upon a time there was a little girl. She had a red ball and a big dog. " * 3
-    (tmp_path / "story.txt").write_text(text)
-    flags = ["--task", "perplexity", "--data", str(tmp_path / "story.txt"), "--max-length", "32", "--tokenizer", "demo"]
-    assert main(["eval", *flags, *of_server(server), "--output-path", str(tmp_path / "run")]) == 0
-    results = json.loads((tmp_path / "run" / "results_perplexity.json").read_text())["results"]["perplexity"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    total = 0.0
-    for part in windows(ids, tokenizer.bos_token_id, 32):
-        with torch.no_grad():
-            logprobs = model(torch.tensor([part.ids])).logits[0].log_softmax(-1)[:-1]
-        total += float(logprobs.gather(1, torch.tensor(part.ids[1:])[:, None])[-part.num_scored :].sum())
-    assert len(ids) > 32
-    # log-probabilities of float32 agree to some 1e-5 a token
-    assert results["token_perplexity,none"] == pytest.approx(float(torch.tensor(-total / len(ids)).exp()), rel=1e-3)
-    assert results["word_perplexity,none"] > results["token_perplexity,none"] > results["byte_perplexity,none"]

@@ -6,13 +6,19 @@ line of lm_eval itself is in docs/serving.md.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from headrace.cli.main import main
+from headrace.evaluate.rolling import windows
+from tests.e2e.conftest import KEY
 from tests.serving import DEMO, Serve
 
 CONTEXTS = (
@@ -91,3 +97,18 @@ def test_generation(server: Serve, reference: Any, tokenizer: Any) -> None:
         text = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
         assert choice["text"] == text.partition(".")[0]
         assert choice["finish_reason"] == ("stop" if "." in text else "length")
+
+
+def test_perplexity_of_headrace_eval(server: Serve, reference: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Its windows, over a text longer than one."""
+    (tmp_path / "story.txt").write_text(" ".join(CONTEXTS))
+    flags = ["--task", "perplexity", "--data", str(tmp_path / "story.txt"), "--max-length", "32", "--tokenizer", "demo"]
+    flags += ["--base-url", server.url, "--api-key", KEY, "--output-path", str(tmp_path / "run")]
+    assert main(["eval", *flags]) == 0
+    figures = json.loads((tmp_path / "run" / "results_perplexity.json").read_text())["results"]["perplexity"]
+    ids = tokenizer(" ".join(CONTEXTS), add_special_tokens=False)["input_ids"]
+    parts = [*windows(ids, tokenizer.bos_token_id, 32)]
+    assert len(parts) > 1
+    total = sum(by_transformers(reference, part.ids, len(part.ids) - part.num_scored)[0] for part in parts)
+    # the sum may be off by 1e-3, as above, for each of the windows
+    assert math.log(figures["token_perplexity,none"]) == pytest.approx(-total / len(ids), abs=1e-3)

@@ -50,6 +50,12 @@ def test_other_settings_are_refused_by_name(path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_a_file_without_items_may_be_of_other_settings(tmp_path: Path) -> None:
+    for settings in (SETTINGS, SETTINGS | {"model": "other"}):
+        Samples(tmp_path / "samples.jsonl", settings).__exit__(None, None, None)
+        assert read_samples(tmp_path / "samples.jsonl") == (settings, {})
+
+
 def test_two_runs_do_not_write_in_one_file(path: Path) -> None:
     with Samples(path, SETTINGS), pytest.raises(ConfigError, match="another run writes to"):
         Samples(path, SETTINGS)
@@ -71,6 +77,10 @@ def test_files_that_are_none_are_named(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="is not a samples file"):
         read_samples(path)
+    if text:
+        with pytest.raises(ConfigError, match="is not a samples file"):
+            Samples(path, SETTINGS)
+        assert path.read_text() == text
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_samples(path.with_name("none"))
 

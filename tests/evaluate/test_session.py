@@ -58,6 +58,12 @@ async def test_a_server_that_is_gone_ends_the_run_at_once(tmp_path: Path) -> Non
     assert model.open == 0
 
 
+async def test_what_is_wrong_with_all_is_said_alone(tmp_path: Path) -> None:
+    model = FakeModel(dict.fromkeys(ANSWERS, ConfigError("give --tokenizer")))
+    with Samples(tmp_path / "samples.jsonl", {}) as samples, pytest.raises(ConfigError, match=r"^give --tokenizer$"):
+        await run(items(), model, samples, lambda done: None)
+
+
 def test_examples_are_the_first_others_of_the_group() -> None:
     def doc(n: int, group: str) -> dict[str, Any]:
         return {"question": f"{n}?", "options": ["a", "b"], "answer": "A", "category": group}

@@ -90,7 +90,7 @@ def test_ratio_error_is_what_many_draws_show() -> None:
     """Items of unlike size: the mean of the estimated errors is near the spread of the estimates."""
     rng = random.Random(1)
     ratios, errors = [], []
-    for _ in range(400):
+    for _ in range(120):
         sizes = [rng.randint(5, 50) for _ in range(60)]
         ratio, stderr = ratio_stderr([sum(rng.gauss(2, 1) for _ in range(size)) for size in sizes], sizes)
         assert stderr is not None
