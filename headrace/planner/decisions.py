@@ -138,9 +138,7 @@ def decide_before_load(
         graphs = config.replace(compilation_config=config.compilation_config | wanted)
     attention = _attention(config.replace(**changes), model, device_type)
     if "attention_backend" not in changes:
-        source = "derived" if config.attention_backend is None else "user"
-        passed_over = "; ".join(attention.passed_over)
-        decisions.append(Decision("attention_backend", attention.name, attention.why, passed_over, source))
+        decisions.append(backend_decision(attention, config.attention_backend))
     changes["compilation_config"], more = decide_graphs(graphs, device_type, attention.name, attention.full_graphs)
     if "cudagraph_mode" in measured and more[0].value == measured["cudagraph_mode"].value:
         more[0] = measured["cudagraph_mode"]
@@ -176,6 +174,12 @@ def sequences(device_type: str, budget: int, expected: int | None, decode_len: i
     if enough < most:
         return enough, f"enough for the expected {expected} at once; fewer would queue, more take memory from the cache"
     return most, f"what {DEVICES[device_type]} serves before latency suffers; {expected} at once are expected"
+
+
+def backend_decision(chosen: Selection, given: str | None) -> Decision:
+    """Say which attention backend was chosen, and why those before it were not."""
+    source = "derived" if given is None else "user"
+    return Decision("attention_backend", chosen.name, chosen.why, "; ".join(chosen.passed_over), source)
 
 
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:

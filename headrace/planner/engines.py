@@ -33,17 +33,26 @@ AITER_HEAD_DIMS = (64, 128, 256)
 
 def model_gaps(raw: dict[str, Any], asked: str | None = None) -> list[str]:
     """Say why headrace cannot serve the model of a raw config.json, with --quantization `asked`; empty: it can."""
-    names = raw.get("architectures") or ["unknown"]
-    entry = served_entry(names[0])
-    if entry is None:
-        return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
+    name = _architecture(raw)
+    if served_entry(name) is None:
+        return [f"headrace has no {name} yet; it has {', '.join(SERVED)}"]
     try:
-        config = ModelConfig.from_dict(raw, defaults=entry.defaults)
+        config = served_config(raw)
         resolve(config)
         resolve_format(config, asked)
     except (UnsupportedModelError, ConfigError) as error:
         return [f"headrace: {error}"]
     return []
+
+
+def served_config(raw: dict[str, Any]) -> ModelConfig:
+    """Read a raw config.json of an architecture that headrace has. Raises UnsupportedModelError, and ConfigError."""
+    entry = served_entry(_architecture(raw))
+    return ModelConfig.from_dict(raw, defaults={} if entry is None else entry.defaults)
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    return (raw.get("architectures") or ["unknown"])[0]
 
 
 def layout_gaps(parallel: Parallel, chip: Chip) -> list[str]:

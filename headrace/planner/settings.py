@@ -9,12 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
+from headrace.models.served import attention_specs
+from headrace.planner.decisions import backend_decision
 from headrace.planner.draft_costs import DraftCosts
-from headrace.planner.engines import graph_decision, smallest_window, vllm_backend, widest_mixer
+from headrace.planner.engines import graph_decision, served_config, vllm_backend
 from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
 from headrace.planner.parallel import Parallel
 from headrace.planner.record import Decision
@@ -233,29 +234,22 @@ def engine_decisions(scenario: Scenario, best: Candidate) -> list[Decision]:
 
 
 def _attention_backend(scenario: Scenario, tp: int) -> Decision:
-    given, shape, field = scenario.request.attention_backend, scenario.shape, "attention_backend"
+    given, field = scenario.request.attention_backend, "attention_backend"
     if scenario.engine == "vllm":
-        return (
-            vllm_backend(shape, scenario.chip) if given is None else Decision(field, given.upper(), "given", "", "user")
-        )
-    mixer = widest_mixer(shape)
-    if mixer.kind != "gqa" or not mixer.causal:
-        kind = mixer.kind if mixer.causal else "attention to later tokens"
-        return Decision(field, "none", f"headrace has none for {kind} yet")
-    spec = AttentionSpec(
-        num_heads=max(1, mixer.num_heads // tp),
-        num_kv_heads=max(1, mixer.num_kv_heads // tp),
-        head_dim=mixer.head_dim,
-        scale=mixer.head_dim**-0.5,
+        if given is not None:
+            return Decision(field, given.upper(), "given", source="user")
+        return vllm_backend(scenario.shape, scenario.chip)
+    if scenario.model_gaps():
+        return Decision(field, "none", "headrace cannot serve the model yet")
+    specs = attention_specs(
+        served_config(scenario.config.config),
+        tp_size=tp,
         block_size=scenario.block_size,
         dtype=scenario.dtype.value,
-        sliding_window=smallest_window(shape),
         device_type=scenario.chip.device_type,
         kv_cache_dtype=scenario.kv_cache.value,
     )
-    chosen = select_backend([spec], given)
-    source = "derived" if given is None else "user"
-    return Decision(field, chosen.name, chosen.why, "; ".join(chosen.passed_over), source)
+    return backend_decision(select_backend(specs, given), given)
 
 
 def _block_size(scenario: Scenario, backend: Decision) -> Decision:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.planner.catalogue import find_config
 from headrace.planner.chips import find_chip
 from headrace.planner.decisions import WIDE_STEP, WIDER_STEP
 from headrace.planner.plan import Plan, make_plan
@@ -111,6 +112,27 @@ def test_graphs_follow_the_rules_of_serving() -> None:
     assert value(eager, "cudagraph_capture_sizes") == []
     assert value(plan(gpu="cpu"), "cudagraph_mode") == "NONE"
     assert value(plan(attention_backend="TORCH_SDPA"), "cudagraph_mode") == "PIECEWISE"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "backend"),
+    [
+        ("deepseek-r1", "h200", "TRITON_ATTN"),
+        ("deepseek-v2-lite", "cpu", "TORCH_SDPA"),
+        ("gpt-oss-20b", "h200", "TRITON_ATTN"),
+    ],
+)
+def test_the_attention_backend_is_the_one_that_serving_takes(model: str, gpu: str, backend: str) -> None:
+    made = plan(model, gpu, num_gpus=8 if gpu == "h200" else 1)
+    assert value(made, "attention_backend") == backend
+    if gpu == "cpu":
+        assert made.decision("attention_backend").runner_up == "TRITON_ATTN: runs on GPUs, not on cpu"
+
+
+def test_a_model_that_headrace_lacks_has_no_attention_backend(tmp_path: Path) -> None:
+    config = find_config("llama-3.1-8b").config | {"architectures": ["OtherForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(str(tmp_path)).decision("attention_backend").reason == "headrace cannot serve the model yet"
 
 
 def test_gpus_that_nobody_counted_are_the_fewest_that_hold_the_model() -> None:
