@@ -129,10 +129,11 @@ def test_the_attention_backend_is_the_one_that_serving_takes(model: str, gpu: st
         assert made.decision("attention_backend").runner_up == "TRITON_ATTN: runs on GPUs, not on cpu"
 
 
-def test_a_model_that_headrace_lacks_has_no_attention_backend(tmp_path: Path) -> None:
-    config = find_config("llama-3.1-8b").config | {"architectures": ["OtherForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert plan(str(tmp_path)).decision("attention_backend").reason == "headrace cannot serve the model yet"
+def test_a_model_that_headrace_cannot_serve_has_no_attention_backend(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(find_config("llama-3.1-8b").config | {"dtype": "float64"}))
+    made = plan(str(tmp_path))
+    assert "`dtype` is 'float64'" in made.gaps[0]
+    assert made.decision("attention_backend").reason == "headrace cannot serve the model yet"
 
 
 def test_gpus_that_nobody_counted_are_the_fewest_that_hold_the_model() -> None:
