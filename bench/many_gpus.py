@@ -7,10 +7,12 @@
 Parts:
 
     collectives       all-reduces and sends between stages by size, in microseconds: what the planner's links stand for
-    equal             tensor- and pipeline-parallel layouts give the tokens of one GPU under --batch-invariant
-    step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2
+    equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
+    step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
+                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp)
     kill              ranks are killed every 90 s in mixed load: the error names the rank, no process is left, and the
                       next start gives the right tokens
+    kill-experts      the same of engines that share their experts, all of which end
 
 Each part runs in a process of its own and is written to --json as soon as it ends, so that a run that is cut off goes
 on where it was; `--again` measures anew. Weights are random, prompts token ids. Exit code 1 if a part fails.
@@ -29,23 +31,50 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from h200_parts.models import LLAMA_8B, TOY
+from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
 
 from headrace.distributed.ranks import Ranks
 
 MOST_SECONDS = 530
+
+
+class Layout(NamedTuple):
+    """Says how a model is spread."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
 LAYOUTS = {
-    "tp1": (1, 1),
-    "tp2": (2, 1),
-    "pp2": (1, 2),
-    "tp4": (4, 1),
-    "tp2-pp2": (2, 2),
-    "tp8": (8, 1),
-    "tp4-pp2": (4, 2),
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "tp4": Layout(tp=4),
+    "tp2-pp2": Layout(tp=2, pp=2),
+    "tp8": Layout(tp=8),
+    "tp4-pp2": Layout(tp=4, pp=2),
+    "moe-tp1": Layout(),
+    "moe-tp2": Layout(tp=2),
+    "moe-ep2": Layout(tp=2, ep=True),
+    "moe-dp2": Layout(dp=2),
+    "moe-dp2-ep2": Layout(dp=2, ep=True),
+    "moe-tp2-dp2-ep4": Layout(tp=2, dp=2, ep=True),
+    "moe-dp4-ep4": Layout(dp=4, ep=True),
+    "moe-tp8": Layout(tp=8),
+    "moe-ep8": Layout(tp=8, ep=True),
+    "moe-dp8": Layout(dp=8),
+    "moe-dp8-ep8": Layout(dp=8, ep=True),
 }
-"""name -> (tensor_parallel_size, pipeline_parallel_size)"""
+"""Those that begin with moe are of Qwen3-30B-A3B, others of Llama-3.1-8B."""
 TOKENS, HIDDEN = (1, 8, 32, 128, 512, 2048, 8192), 8192
 BATCHES = (1, 8, 32, 128)
 KILL_SECONDS, KILL_EVERY = 480.0, 90.0
@@ -54,8 +83,8 @@ SEED = 0
 
 def parts_for(gpus: int) -> list[str]:
     """Return the parts that so many GPUs can run, in order."""
-    steps = [f"step-{name}" for name, (tp, pp) in LAYOUTS.items() if tp * pp <= gpus]
-    return ["collectives", "equal", *steps, "kill"]
+    steps = [f"step-{name}" for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
+    return ["collectives", "equal", *steps, "kill", "kill-experts"]
 
 
 def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
@@ -64,14 +93,15 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
 
     folder = Path(options.work) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    config = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
-    (folder / "config.json").write_text(json.dumps(config | TOY if options.smoke else config))
-    tp, pp = LAYOUTS[layout]
+    sparse, (tp, pp, dp, ep) = layout.startswith("moe"), LAYOUTS[layout]
+    config = QWEN3_30B_A3B if sparse else LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
+    toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
+    (folder / "config.json").write_text(json.dumps(config | toy if options.smoke else config))
     limits = {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
     return LLM(
         str(folder), load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
-        pipeline_parallel_size=pp, max_model_len=128 if options.smoke else 4096,
-        device="cpu" if options.smoke else "cuda", **limits, **more,
+        pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep,
+        max_model_len=128 if options.smoke else 4096, device="cpu" if options.smoke else "cuda", **limits, **more,
     )  # fmt: skip
 
 
@@ -155,18 +185,20 @@ def time_collectives(options: argparse.Namespace) -> None:
 
 
 def equal(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare the tokens of all layouts with those of one GPU."""
+    """Compare the tokens of all layouts with those of one GPU. Over more than two, sums of experts have no fixed order;
+    engines that share them compute no tokens one by one, as a CPU does where --batch-invariant is asked."""
     count, length, output = (3, 9, 6) if options.smoke else (32, 200, 64)
-    expected: list[list[int]] = []
+    expected: dict[bool, list[list[int]]] = {}
     same: dict[str, bool] = {}
-    for layout, (tp, pp) in LAYOUTS.items():
-        if tp * pp > options.gpus:
+    for layout, spread in LAYOUTS.items():
+        sparse = layout.startswith("moe")
+        if spread.gpus > min(options.gpus, 2 if sparse else options.gpus):
             continue
-        llm = engine(options, layout, batch_invariant=True, dtype="bfloat16")
+        exact = {"dtype": "float32"} if options.smoke and sparse else {"dtype": "bfloat16", "batch_invariant": True}
+        llm = engine(options, layout, **exact)
         tokens, _ = generate(llm, count, length, output)
         llm.shutdown()
-        expected = expected or tokens
-        same[layout] = tokens == expected
+        same[layout] = tokens == expected.setdefault(sparse, tokens)
     if not all(same.values()):
         raise RuntimeError(
             f"layouts give other tokens than one GPU: {[name for name, is_same in same.items() if not is_same]}"
@@ -192,25 +224,24 @@ def step(options: argparse.Namespace, layout: str) -> dict[str, Any]:
     return found
 
 
-def kill(options: argparse.Namespace) -> dict[str, Any]:
-    """Kill a rank now and then; return how often, and the slowest end of a group in seconds."""
+def kill(options: argparse.Namespace, layout: str, module: str) -> dict[str, Any]:
+    """Kill a process of `module` now and then; return how often, and the slowest end of a group in seconds."""
     import psutil
 
     from headrace.errors import EngineDeadError
 
-    layout = "pp2" if options.gpus < 4 else "tp2-pp2"
     draw, count, output = random.Random(SEED), 6, 20 if options.smoke else 400
     until = time.monotonic() + (0.0 if options.smoke else KILL_SECONDS)
     expected: list[list[int]] = []
     ends: list[float] = []
     while True:
-        llm = engine(options, layout, batch_invariant=True)
+        llm = engine(options, layout, batch_invariant=not options.smoke or not LAYOUTS[layout].ep)
         tokens, _ = generate(llm, count, 9, 6)
         expected = expected or tokens
         if tokens != expected:
             raise RuntimeError(f"a start after {len(ends)} kills gave other tokens")
         children = psutil.Process().children(recursive=True)
-        ranks = [child for child in children if "headrace.executor.rank" in child.cmdline()]
+        ranks = [child for child in children if module in child.cmdline()]
         victim = draw.choice(ranks)
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(lambda llm=llm: [generate(llm, count, 9, output) for _ in range(1000)])
@@ -235,7 +266,11 @@ def kill(options: argparse.Namespace) -> dict[str, Any]:
 def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
     if part.startswith("step-"):
         return step(options, part.removeprefix("step-"))
-    return {"collectives": collectives, "equal": equal, "kill": kill}[part](options)
+    if part == "kill":
+        return kill(options, "pp2" if options.gpus < 4 else "tp2-pp2", "headrace.executor.rank")
+    if part == "kill-experts":
+        return kill(options, "moe-dp2-ep2", "headrace.engine.core_process")
+    return {"collectives": collectives, "equal": equal}[part](options)
 
 
 def main() -> int:

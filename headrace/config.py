@@ -207,7 +207,10 @@ class EngineConfig:
         False, "A balancer outside chooses the machine, and each server one of its own engines.", short="-dph"
     )
     enable_expert_parallel: bool = parallel_knob(
-        False, "Give every GPU of an engine whole experts, in place of slices of all.", short="-ep"
+        False,
+        "Give every GPU whole experts, in place of slices of all: the GPUs of an engine, or with --data-parallel-size "
+        "those of all engines, which then take their steps together, each with the cache of its own requests.",
+        short="-ep",
     )
     pipeline_parallel_size: int = parallel_knob(
         1, "Stages over which the layers are divided, each on GPUs of its own.", minimum=1, short="-pp"
@@ -317,6 +320,11 @@ class EngineConfig:
     def num_local_engines(self) -> int:
         """Return how many engines share this machine, as far as this config knows."""
         return self.data_parallel_size_local or len(self.engine_ranks)
+
+    @property
+    def joined_engines(self) -> int:
+        """Return how many engines share the experts of each layer, and so take their steps together; 1: none do."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def first_gpu(self) -> int:

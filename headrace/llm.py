@@ -29,6 +29,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.core_processes import CoreProcesses
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from headrace.engine.joined import settle_experts
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
 from headrace.engine.pooling import POOLED, PoolingInputs, need_pooling
 from headrace.engine.tokenizer import load_tokenizer
@@ -91,6 +92,7 @@ class LLM:
         engine_config = EngineConfig(**(knobs_from_environment(EngineConfig) | given))
         folder = model_folder(engine_config)
         model_config = read_served_config(folder, engine_config)
+        engine_config = settle_experts(engine_config, model_config)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
         self._core: EngineCore | CoreProcesses = (

@@ -99,6 +99,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """how many tokens to guess behind each request that samples, for later steps to verify"""
     adapter_loads: list[AdapterLoad] = []
     """made before the step computes; no earlier step's request is left in these slots"""
+    engine_tokens: list[int] = []
+    """how many tokens each engine has in the step that it takes at the same time as this one, where engines share the
+    experts; empty: this one computes alone"""
 
     @property
     def num_tokens(self) -> int:

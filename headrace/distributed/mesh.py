@@ -42,6 +42,10 @@ class Group:
     """sums over the ranks, in place, and returns its argument"""
     all_gather: Callable[[Tensor], Tensor] = _same
     """[..., n] on each rank -> [..., size * n] on all, in the order of ranks"""
+    gather_rows: Callable[[Tensor], Tensor] = _same
+    """[n, width] on each rank -> [size * n, width] on all, in the order of ranks"""
+    scatter_rows: Callable[[Tensor], Tensor] = _same
+    """[size * n, width] on each rank -> the sum over the ranks of this rank's n rows # [n, width]"""
     send: Callable[[Tensor, int], Callable[[], Any]] = _nobody
     """begins to send a tensor, which must not change meanwhile, to a member; what it returns waits until it has left.
     What two ranks send each other arrives in order"""
@@ -72,15 +76,15 @@ class Mesh:
     """the same ranks, for what goes from the last stage to the first: it must not wait behind hidden states"""
     dp: Group = Group()
     """the ranks in this one's place in other engines (data parallelism)"""
-    engine: Group = Group()
-    """all ranks that take the steps of one scheduler"""
+    all: Group = Group()
+    """every rank: all of them compute at the same time, whatever their engines' requests are"""
     experts: Group = Group()
     """all ranks that hold experts of this one's layers, whole ones each (expert parallelism)"""
     close: Callable[[], None] = lambda: None
     """leaves the groups; call it once, at the end"""
 
 
-GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "engine": "engine", "experts": "experts"}
+GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "all": "all", "experts": "experts"}
 """group of a Mesh -> which ranks belong to it"""
 
 
@@ -170,6 +174,8 @@ def _counted(group: Group, name: str, progress: Progress) -> Group:
         group,
         all_reduce=counted("all_reduce"),
         all_gather=counted("all_gather"),
+        gather_rows=counted("gather_rows"),
+        scatter_rows=counted("scatter_rows"),
         send=counted("send"),
         receive=counted("receive"),
     )
@@ -192,7 +198,8 @@ def _gloo_group(processes: Any) -> Group:
         processes.rank(),
         processes.size(),
         lambda tensor: processes.allreduce([tensor]).wait(),
-        lambda gathered, tensor: processes._allgather_base(gathered.flatten(0, 1), tensor).wait(),
+        lambda gathered, tensor: processes._allgather_base(gathered, tensor).wait(),
+        lambda own, tensor: processes._reduce_scatter_base(own, tensor).wait(),
         lambda tensor, other: processes.send([tensor], other, 0).wait,
         receive,
     )
@@ -218,6 +225,7 @@ def _nccl_group(name: str, members: list[int]) -> Group:
         len(members),
         partial(dist.all_reduce, group=group),
         partial(dist.all_gather_into_tensor, group=group),
+        partial(dist.reduce_scatter_tensor, group=group),
         send,
         receive,
     )
@@ -228,6 +236,7 @@ def _group(
     size: int,
     sum_in_place: Callable[[Tensor], Any],
     gather_into: Callable[[Tensor, Tensor], Any],
+    sum_rows_into: Callable[[Tensor, Tensor], Any],
     send: Callable[[Tensor, int], Callable[[], Any]],
     receive: Callable[[Tensor, int], Tensor],
 ) -> Group:
@@ -235,9 +244,17 @@ def _group(
         sum_in_place(tensor)
         return tensor
 
-    def all_gather(tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((size, *tensor.shape))
+    def gather_rows(tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
         gather_into(gathered, tensor.contiguous())
-        return gathered.movedim(0, -2).flatten(-2)
+        return gathered
 
-    return Group(rank, size, all_reduce, all_gather, send, receive)
+    def all_gather(tensor: Tensor) -> Tensor:
+        return gather_rows(tensor).unflatten(0, (size, -1)).movedim(0, -2).flatten(-2)
+
+    def scatter_rows(tensor: Tensor) -> Tensor:
+        own = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        sum_rows_into(own, tensor.contiguous())
+        return own
+
+    return Group(rank, size, all_reduce, all_gather, gather_rows, scatter_rows, send, receive)

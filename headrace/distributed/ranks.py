@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["tp", "pp", "dp", "engine", "experts"]
+Kind = Literal["tp", "pp", "dp", "all", "experts"]
+
+LOOPBACK = "lo"
+"""The interface on which NCCL's ranks find each other; by itself NCCL would listen on a network that others reach."""
 
 
 class Place(NamedTuple):
@@ -28,7 +31,7 @@ class Ranks:
     pp: int = 1
     """pipeline parallelism: stages, each with a part of the layers"""
     dp: int = 1
-    """data parallelism: engines with requests of their own"""
+    """data parallelism: engines with requests of their own, which share the experts and so step together"""
 
     @property
     def world(self) -> int:
@@ -53,9 +56,8 @@ class Ranks:
         """Return the ranks of the group of that kind to which `rank` belongs, in the order of the group.
 
         `tp`: those that share its layers; `pp`: those of the other stages with the same share; `dp`: those of other
-        engines in its place; `engine`: those that take the same steps; `experts`: all that hold its stage's experts,
-        those of its engine first to last.
+        engines in its place; `all`: every one; `experts`: all that hold its stage's experts, engine by engine.
         """
-        alike = {"tp": (0, 1), "pp": (0, 2), "dp": (1, 2), "engine": (0,), "experts": (1,)}[kind]
+        alike = {"tp": (0, 1), "pp": (0, 2), "dp": (1, 2), "all": (), "experts": (1,)}[kind]
         own = self.place(rank)
         return [other for other in range(self.world) if all(self.place(other)[axis] == own[axis] for axis in alike)]

@@ -18,6 +18,7 @@ from typing import TypeVar
 from headrace.config import EngineConfig
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
+from headrace.engine.joined import meeting_of, settle_experts
 from headrace.engine.messages import CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind
@@ -99,11 +100,14 @@ class AsyncEngine:
         folder = await asyncio.to_thread(model_folder, config)
         model_config = read_served_config(folder, config)
         sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
+        config = settle_experts(config, model_config)
         ranks = config.engine_ranks
+        meeting = meeting_of(config)
+        met = "" if meeting is None else meeting.name
 
         def start(rank: int) -> AsyncMPClient:
             name = "core" if config.data_parallel_size == 1 else f"core {rank}"
-            return AsyncMPClient(config.for_engine(rank), folder, executor, name)
+            return AsyncMPClient(config.for_engine(rank), folder, executor, name, met)
 
         clients = {rank: start(rank) for rank in ranks}
         try:
@@ -115,6 +119,9 @@ class AsyncEngine:
         except BaseException:
             await asyncio.gather(*(client.shutdown(timeout=0.5) for client in clients.values()))
             raise
+        finally:
+            if meeting is not None:
+                meeting.remove()
         return cls(start, clients, facts, model_config, tokenizer)
 
     async def generate(

@@ -6,9 +6,11 @@ The ranks report facts, the planner decides from them, and its decisions go to a
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -24,6 +26,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.executor.factory import detect_device, make_executor
+from headrace.executor.together import Peers, Together
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.models.served import read_served_config
@@ -46,7 +49,8 @@ from headrace.structured_outputs.vocabulary import vocabulary
 
 logger = logging.getLogger(__name__)
 
-ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
+ExecutorFactory = Callable[..., Executor]
+"""of (config, folder, model_config), and where engines share their experts `rendezvous`, as make_executor"""
 
 
 def build_core(
@@ -55,13 +59,19 @@ def build_core(
     beside_server: bool,
     executor: str | None = None,
     tokenizer: Tokenizer | None = None,
+    meeting: str = "",
 ) -> EngineCore:
     """Return a core that is ready to serve the model in `folder`. Raises UserError for whatever keeps it from starting.
     `beside_server`: an HTTP process shares the machine, and answers are streamed. `executor`: `module:attribute` of a
-    function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already."""
+    function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already.
+    `meeting`: folder in which engines meet that share their experts; empty: this one has its own."""
     model_config = read_served_config(folder, config)
     config = with_local_draft(config)
     device, factory = _executor_factory(config, executor)
+    peers = None
+    if meeting:
+        peers = Peers(meeting, (config.data_parallel_rank or 0) % config.joined_engines, config.joined_engines)
+        factory = _together(factory, peers, meeting)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
     for note in resolve_format(model_config, config.quantization).notes:
@@ -84,7 +94,18 @@ def build_core(
     settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk), *guesses])
     watch = None if prediction is None else StepWatch(prediction)
     patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later
-    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience)
+    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience, peers)
+
+
+def _together(factory: ExecutorFactory, peers: Peers, meeting: str) -> ExecutorFactory:
+    """Return a factory of executors whose ranks meet those of other engines, which make as many, in one order."""
+    number = itertools.count()
+
+    def make(config: EngineConfig, folder: Path, model_config: ModelConfig) -> Executor:
+        meet = partial(factory, rendezvous=f"{meeting}/ranks{next(number)}")
+        return Together(meet(config, folder, model_config), peers)
+
+    return make
 
 
 def with_local_draft(config: EngineConfig) -> EngineConfig:

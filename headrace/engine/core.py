@@ -3,7 +3,8 @@
 The next step is scheduled and submitted while the current one still runs, so that the device never waits for the host.
 A step with grammars is submitted in two parts: its masks depend on the results of the step before, so they are made
 while its forward runs, and it samples once they are there. A server runs this loop in its own process, `LLM` in the
-caller's. It works on token ids alone, without text or sockets.
+caller's. It works on token ids alone, without text or sockets. Engines that share their experts agree on each step
+before they submit it (executor/together.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from headrace.engine.adapters import AdapterReading
 from headrace.engine.grammars import Grammars
 from headrace.engine.messages import Abort, CoreFacts
@@ -23,6 +26,7 @@ from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
 from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError, QueueFullError, RequestError
 from headrace.executor.base import Executor, StepHandle
+from headrace.executor.together import Peers
 from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -39,6 +43,9 @@ COMPILE_POLL_SECONDS = 0.001
 """How long `step` waits for a grammar or an adapter, with nothing else to do, before new requests are looked for."""
 WARMUP_STEP = -1
 """The number of every warm-up step. Its result goes to no request."""
+AGREE_SECONDS = 0.2
+"""How long to wait for other engines' steps before the loop looks for commands again, and says that it runs."""
+AGREE_POLL_MS = 1
 
 
 @dataclass
@@ -78,13 +85,18 @@ class EngineCore:
 
     def __init__(
         self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None,
-        compiler: GrammarCompiler | None = None, turn_seconds: float = math.inf,
+        compiler: GrammarCompiler | None = None, turn_seconds: float = math.inf, peers: Peers | None = None,
     ) -> None:  # fmt: skip
         """`watch` compares the times of steps with predicted ones; `compiler` is for requests with a grammar, and
-        `turn_seconds` how long one may wait until the compiler begins with it."""
+        `turn_seconds` how long one may wait until the compiler begins with it. `peers`: the engines that share this
+        one's experts."""
         self.facts = facts
         self.scheduler = scheduler
         self._executor = executor
+        self.peers = peers
+        self._offered: SchedulerOutput | None = None
+        """The step of which the other engines have been told, until all have told theirs."""
+        self._num_empty = 0
         self._watch = watch
         self._grammars = Grammars(compiler, turn_seconds)
         most = facts.config.max_cpu_loras or facts.config.max_loras
@@ -138,12 +150,12 @@ class EngineCore:
     def has_work(self) -> bool:
         """Return whether `step` has anything to do: a request, a step under way, or a refusal to report."""
         held = len(self._grammars) + len(self._adapters)
-        return bool(self._refused or self._inflight or held) or self.scheduler.has_work()
+        return bool(self._refused or self.busy or held) or self.scheduler.has_work()
 
     @property
     def busy(self) -> bool:
-        """True while a step is under way."""
-        return bool(self._inflight)
+        """True while a step is under way, or waits for those of other engines."""
+        return bool(self._inflight) or self._offered is not None
 
     def step(self) -> EngineCoreOutputs | None:
         """Submit what can be submitted, and return the results of the steps that are done. Waits for a result only if
@@ -156,7 +168,7 @@ class EngineCore:
             self._take_compiled(outputs)
         collected = self._collect_done(outputs)
         collected |= self._submit(outputs)
-        if not collected and self._inflight:
+        if not collected and self._inflight and self._offered is None:
             self._collect(outputs)
             collected = True
         if self._inflight and self._inflight[0].masked:
@@ -185,7 +197,7 @@ class EngineCore:
         step = warmup_step(*self._warmup_sizes.popleft(), freed_rows, scheduler.config, scheduler.draft_lengths)
         try:
             for _ in range(2):  # a size is captured the second time that it runs
-                result = self._executor.execute(step).result()
+                result = self._executor.execute(self._agreed(step)).result()
                 if result.notes or result.warnings:
                     self._log(result)
                 if result.short_of_memory:  # graphs were dropped to make room; they come back when they are used
@@ -197,7 +209,7 @@ class EngineCore:
                 "a warm-up step failed, so no more will run; graphs are captured when their sizes are first used",
                 exc_info=True,
             )
-            self._executor.check()
+            self._check_after_failure()
             self._warmup_sizes.clear()
         return True
 
@@ -232,13 +244,15 @@ class EngineCore:
         self._inflight.clear()
         self._grammars.shutdown()
         self._executor.shutdown()
+        if self.peers is not None:
+            self.peers.close()
 
     def _submit(self, outputs: list[EngineCoreOutput]) -> bool:
         """Schedule and submit steps until the pipeline is full. Returns True if a step was collected meanwhile. That
         happens with executors that compute within `execute`, and when `execute` raises."""
         collected = False
         while len(self._inflight) < self._depth and not (self._inflight and self._inflight[-1].masked):
-            plan = self.scheduler.schedule()
+            plan = self._next_step()
             if plan is None:
                 break
             if plan.new_rows:
@@ -253,13 +267,44 @@ class EngineCore:
                 self._fail(plan, error, outputs)
                 collected = True
                 continue
-            watched = None if watch is None else watch.submitted(plan, began)
+            watched = None if watch is None or plan.step < 0 else watch.submitted(plan, began)
             self._inflight.append(_Inflight(plan, handle, watched, plan.masked))
             if plan.masked and len(self._inflight) == 1:
                 self._sample(outputs)
             if self._collect_done(outputs):
                 return True
         return collected
+
+    def _next_step(self) -> SchedulerOutput | None:
+        """Return the step to submit next; None: there is none yet. Where engines share their experts, all have agreed
+        to it, and it may be empty: it has a token that belongs to no request."""
+        peers = self.peers
+        if peers is None:
+            return self.scheduler.schedule()
+        if self._offered is None:
+            step = self.scheduler.schedule()
+            if step is None and peers.wait_for_us:
+                self._num_empty += 1
+                scheduler, number = self.scheduler, WARMUP_STEP - self._num_empty
+                empty = warmup_step(1, 1, scheduler.take_freed_rows(), scheduler.config, scheduler.draft_lengths)
+                step = structs.replace(empty, step=number)
+            if step is None:
+                return None
+            peers.offer(step.num_tokens)
+            self._offered = step
+        until = time.monotonic() + AGREE_SECONDS
+        while (tokens := peers.agreed(AGREE_POLL_MS)) is None:
+            if time.monotonic() > until or (self._inflight and self._inflight[0].handle.done()):
+                return None
+        step, self._offered = self._offered, None
+        return structs.replace(step, engine_tokens=tokens)
+
+    def _agreed(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Return a step for which no request waits, once other engines have agreed to it."""
+        if self.peers is None:
+            return step
+        self.peers.offer(step.num_tokens)
+        return structs.replace(step, engine_tokens=self.peers.agreed() or [])
 
     def _sample(self, outputs: list[EngineCoreOutput]) -> None:
         """Make the masks of the one step under way, whose forward runs meanwhile, and let it sample. A request whose
@@ -330,7 +375,8 @@ class EngineCore:
             self._log(result)
         if result.short_of_memory:
             self._shrink_steps(step.plan)
-        outputs.extend(self.scheduler.update(step.plan, result))
+        if step.plan.step >= 0:
+            outputs.extend(self.scheduler.update(step.plan, result))
 
     def _watch_finished(self, step: _Inflight, counts: bool) -> None:
         if self._watch is not None and step.watched is not None:
@@ -361,13 +407,20 @@ class EngineCore:
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         """End the requests of a step that failed. Raises EngineDeadError if no later step could succeed either."""
         logger.error("step %d failed", plan.step, exc_info=error)
-        self._executor.check()
+        self._check_after_failure()
         self._health.failed(error)
         if isinstance(error, OutOfMemoryError):
             self._shrink_steps(plan)
         # Messages of other errors may name internals, so they go to the log alone.
         detail = f": {error}" if isinstance(error, HeadraceError) else ""
         outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}{detail}"))
+
+    def _check_after_failure(self) -> None:
+        """Raise EngineDeadError if no later step could succeed after one has failed: the executor is gone, or engines
+        that share the experts wait inside the step."""
+        self._executor.check()
+        if self.peers is not None:
+            raise EngineDeadError("a step failed that engines take together, as they share their experts")
 
     def _note_first_steps(self, plan: SchedulerOutput) -> None:
         """Note the time for requests whose first step this is; one that resumes after a preemption is none of them."""

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
+from headrace.distributed.ranks import LOOPBACK
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
 from headrace.process import Child, SocketFolder, spawn
@@ -34,8 +35,11 @@ class AsyncMPClient:
     """Runs the core in a child process that never outlives this one. To be used from one event loop. Sending never
     waits. `receive` raises EngineDeadError once the core has failed or died."""
 
-    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None, name: str = "core") -> None:
-        """Start the process, without waiting for it: `ready` does. `name`: how the log calls it."""
+    def __init__(
+        self, config: EngineConfig, folder: Path, executor: str | None = None, name: str = "core", meeting: str = ""
+    ) -> None:
+        """Start the process, without waiting for it: `ready` does. `name`: how the log calls it. `meeting`: see
+        CoreConfig."""
         self._loop = asyncio.get_running_loop()
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
@@ -53,8 +57,9 @@ class AsyncMPClient:
         requests, replies = (f"ipc://{self._folder.name}/{name}" for name in ("requests", "replies"))
         self._sender.bind(requests)
         self._receiver.bind(replies)
-        core_config = CoreConfig(config, str(folder), requests, replies, executor, name)
-        self._child: Child = spawn("headrace.engine.core_process", self._encoder.encode(core_config))
+        core_config = CoreConfig(config, str(folder), requests, replies, executor, name, meeting)
+        variables = {"NCCL_SOCKET_IFNAME": LOOPBACK} if meeting else {}
+        self._child: Child = spawn("headrace.engine.core_process", self._encoder.encode(core_config), **variables)
         threading.Thread(target=self._watch, name="core-watch", daemon=True).start()
 
     @property

@@ -74,7 +74,9 @@ def main(argv: list[str]) -> int:
     outbox = _Outbox(socket)
     core: EngineCore | None = None
     try:
-        core = build_core(core_config.config, Path(core_config.folder), True, core_config.executor)
+        core = build_core(
+            core_config.config, Path(core_config.folder), True, core_config.executor, meeting=core_config.meeting
+        )
         stop.looping = True
         gc.collect()
         gc.freeze()  # what the start made is never garbage, and scanning it takes tens of milliseconds each time
@@ -82,6 +84,8 @@ def main(argv: list[str]) -> int:
         _loop(core, requests, outbox, stop)
         return 0
     except Exception as error:
+        if stop.asked:  # and others may have gone already that take the same steps
+            return 0
         if not isinstance(error, HeadraceError):
             traceback.print_exc(file=sys.stderr)
         outbox.send(Failed(crossing_name(error), str(error)))
@@ -96,8 +100,11 @@ def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: 
     """Take commands, step and send outputs until SIGTERM. Warm-up steps run one after the other once it is quiet."""
     decoder = msgspec.msgpack.Decoder(Command)
     idle_ms, warming_up = 0, False
+    poller = zmq.Poller()
+    for socket in (requests,) if core.peers is None else (requests, core.peers.socket):
+        poller.register(socket, zmq.POLLIN)
     while not stop.asked:
-        if requests.poll(0 if warming_up else idle_ms):
+        if poller.poll(0 if warming_up else idle_ms):
             _take_commands(core, requests, decoder)
             warming_up = False
         elif idle_ms:

@@ -15,8 +15,10 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.core_client import AsyncMPClient
+from headrace.engine.joined import BLAME_SECONDS, meeting_of, what_ended_all
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.router import EngineLoad, Speed, choose, chunk_keys
+from headrace.errors import EngineDeadError
 from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats, StepTimes
 
 
@@ -27,6 +29,7 @@ class CoreProcesses:
     def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
         """Start the cores and wait until all can take requests. Raises UserError for whatever keeps one from it."""
         self._loop = asyncio.new_event_loop()
+        self._joined = config.joined_engines > 1
         self._clients: list[AsyncMPClient] = []
         self._next: dict[asyncio.Task[EngineCoreOutputs], int] = {}
         try:
@@ -43,9 +46,15 @@ class CoreProcesses:
         ]
 
     async def _start(self, config: EngineConfig, folder: Path, executor: str | None) -> list[CoreFacts]:
+        meeting = meeting_of(config)
+        name = "" if meeting is None else meeting.name
         for rank in config.engine_ranks:
-            self._clients.append(AsyncMPClient(config.for_engine(rank), folder, executor, f"core {rank}"))
-        return await asyncio.gather(*(client.ready() for client in self._clients))
+            self._clients.append(AsyncMPClient(config.for_engine(rank), folder, executor, f"core {rank}", name))
+        try:
+            return await asyncio.gather(*(client.ready() for client in self._clients))
+        finally:
+            if meeting is not None:
+                meeting.remove()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request to the core that is expected to answer first."""
@@ -76,6 +85,13 @@ class CoreProcesses:
                 self._next[asyncio.ensure_future(client.receive())] = place
         done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
         outputs = []
+        if self._joined and any(isinstance(task.exception(), EngineDeadError) for task in done):
+            await asyncio.sleep(BLAME_SECONDS)
+            errors = ((place, task.exception()) for task, place in self._next.items() if task.done())
+            dead = [(place, error) for place, error in errors if isinstance(error, EngineDeadError)]
+            for client in self._clients:
+                client.kill()
+            raise what_ended_all(dead, len(self._clients))
         for task in done:
             place, found = self._next.pop(task), task.result()
             self._stats[place] = found.stats

@@ -27,6 +27,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """`module:attribute` of a function like `make_executor`, in place of it."""
     name: str = "core"
     """how the log calls it"""
+    meeting: str = ""
+    """folder in which the cores meet that share their experts; empty: this one computes alone"""
 
 
 class CoreFacts(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 With several, a request goes to the one that is expected to answer first (router.py). One that dies is taken out and
 started again; requests of which nothing has reached their readers go to another one, the others end with an error. A
-core that is alone is not started again: then nothing is served, and who supervises the server should know.
+core that is alone is not started again: then nothing is served, and who supervises the server should know. So it is
+with engines that share their experts, all of which end when one dies.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
+from headrace.engine.joined import BLAME_SECONDS, what_ended_all
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
@@ -88,6 +90,7 @@ class Replicas:
         """`start`: starts the core of a rank. `clients`: those that have started, by rank; `facts` and `metrics` are
         parallel to them."""
         self._start = start
+        self._joined = facts[0].config.joined_engines > 1
         self._queue = queue
         self._speed = Speed()
         self._all: list[Replica] = []
@@ -179,6 +182,9 @@ class Replicas:
         """Hand out what a core sends, until it dies; if there are others, start it again and go on."""
         while True:
             error = await self._receive(replica)
+            if self._joined:
+                await self._lose_all(replica, error)
+                return
             self._lose(replica, error)
             if self._alone:
                 return
@@ -226,6 +232,22 @@ class Replicas:
         self._queue.lost(replica.load.sent, replica.load.sent_tokens)
         for request in unanswered:
             self._send_again(request, replica)
+
+    async def _lose_all(self, replica: Replica, error: EngineDeadError) -> None:
+        """End all engines, since one has died whose experts they need."""
+        first = all(each.error is None for each in self._all)
+        replica.error = error
+        if not first:
+            return
+        await asyncio.sleep(BLAME_SECONDS)
+        dead = [(each.rank, each.error) for each in self._all if each.error is not None]
+        gone = what_ended_all(dead, len(self))
+        logger.error("%s", gone)
+        for each in self._all:
+            each.error = gone
+            each.on_change(False)
+            each.client.kill()
+            each.outputs.fail_all(gone)
 
     def _send_again(self, request: OpenRequest, lost: Replica) -> None:
         request.num_lost += 1

@@ -22,12 +22,13 @@ def detect_device(config: EngineConfig) -> str:
     return available if config.device == "auto" else config.device
 
 
-def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig) -> Executor:
-    """Return the executor for a config that the planner has resolved."""
+def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig, rendezvous: str = "") -> Executor:
+    """Return the executor for a config that the planner has resolved. `rendezvous`: path of a file, not there yet, by
+    which its ranks find those of other engines, if these share the experts."""
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from headrace.executor.multiproc import MultiprocExecutor
 
-        return MultiprocExecutor(config, folder)
+        return MultiprocExecutor(config, folder, rendezvous)
     from headrace.executor.uniproc import UniprocExecutor
 
-    return UniprocExecutor(config, folder, model_config)
+    return UniprocExecutor(config, folder, model_config, rendezvous)

@@ -15,6 +15,7 @@ import zmq
 
 from headrace.config import EngineConfig
 from headrace.distributed.progress import Progress, RankProgress, blame
+from headrace.distributed.ranks import LOOPBACK
 from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
     AdapterRead,
@@ -35,8 +36,6 @@ from headrace.lora import LoRARequest
 from headrace.process import Child, SocketFolder, spawn
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
-LOOPBACK = "lo"
-"""The interface on which NCCL's ranks find each other; by itself NCCL would listen on a network that others reach."""
 POLL_MS = 200
 """How often a waiting executor checks that all ranks are alive."""
 STALL_SECONDS = 30.0
@@ -62,8 +61,10 @@ class MultiprocExecutor:
     """Sends every rank the same commands; ranks answer with facts, and the first of the last stage alone with the
     results of steps."""
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, rendezvous: str = "") -> None:
+        """`rendezvous`: where the ranks of several engines meet; empty: these are all."""
         self._folder = folder
+        self._rendezvous = rendezvous
         self._size = config.tensor_parallel_size * config.pipeline_parallel_size
         self._sockets = SocketFolder()
         self._context = zmq.Context()
@@ -102,9 +103,8 @@ class MultiprocExecutor:
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(
-                config, str(self._folder), rank, f"{base}-rendezvous", f"{base}-progress", address, replies
-            )
+            rendezvous = self._rendezvous or f"{base}-rendezvous"
+            rank_config = RankConfig(config, str(self._folder), rank, rendezvous, f"{base}-progress", address, replies)
             self._children.append(spawn("headrace.executor.rank", self._encoder.encode(rank_config), **environment))
 
     def load(self) -> list[WorkerFacts]:

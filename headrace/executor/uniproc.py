@@ -20,8 +20,8 @@ from headrace.step import Masks, SchedulerOutput, WorkerFacts
 class UniprocExecutor:
     """Calls its one worker directly."""
 
-    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig) -> None:
-        self._worker = Worker(config, folder, model_config)
+    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, rendezvous: str = "") -> None:
+        self._worker = Worker(config, folder, model_config, rendezvous=rendezvous)
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._reading: Future[str] | None = None
 

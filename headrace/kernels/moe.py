@@ -91,6 +91,8 @@ class Experts:
     """a token's weight of an expert is a factor of what the expert is given, not of its output (Llama 4)"""
     place: tuple[int, int] | None = None
     """(the first of these experts, how many the router chooses among); None: these are all"""
+    is_token: Tensor | None = None
+    """# [rows or more] bool, where some experts are elsewhere: rows that are none go to no expert; None: all are"""
 
     @property
     def num_experts(self) -> int:
@@ -145,7 +147,8 @@ def fused_moe(
     )  # fmt: skip
     ids = routing.ids
     if experts.place is not None:
-        routing = routing_here(routing, experts.place[0], num_experts, 0 if alone else config.block_m)
+        block_m = 0 if alone else config.block_m
+        routing = routing_here(routing, experts.place[0], num_experts, block_m, experts.is_token)
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gated = logits.shape[1] > experts.num_routed
     gate = (shared, logits[:, experts.num_routed :] if gated else None, logits.stride(0))
@@ -263,7 +266,10 @@ def fused_moe_reference(
     down = (experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding)
     first = 0 if experts.place is None else experts.place[0]
     for expert in ids.unique().tolist():
-        token, choice = (ids == expert).nonzero(as_tuple=True)
+        goes_there = ids == expert
+        if experts.is_token is not None:
+            goes_there &= experts.is_token[: len(ids), None]
+        token, choice = goes_there.nonzero(as_tuple=True)
         expert -= first
         if not 0 <= expert < experts.num_experts:
             continue

@@ -297,14 +297,19 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
     return routing
 
 
-def routing_here(routing: Routing, first: int, num_experts: int, block_m: int) -> Routing:
+def routing_here(
+    routing: Routing, first: int, num_experts: int, block_m: int, is_token: Tensor | None = None
+) -> Routing:
     """Return the routing, so far without order and tiles, for a rank that holds `num_experts` experts from `first` on
     and numbers them from 0.
 
-    Pairs of other experts weigh nothing. In tiles they do not come up; without tiles (`block_m` 0) they read the best
-    expert of their token that is here, so that no more memory is read than a token needs."""
+    Pairs of other experts weigh nothing, nor do those of rows that are no tokens (`is_token` [rows or more] bool; None:
+    all are). In tiles they do not come up; without tiles (`block_m` 0) they read the best expert of their token that is
+    here, so that no more memory is read than a token needs."""
     own = routing.ids - first
     here = (own >= 0) & (own < num_experts)
+    if is_token is not None:
+        here &= is_token[: len(own), None]
     weights = routing.weights.masked_fill(~here, 0.0)
     if block_m:
         found = _empty_routing(len(own), num_experts, own.shape[1], block_m, own.device)

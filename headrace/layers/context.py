@@ -11,6 +11,7 @@ import torch
 from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Mesh
 from headrace.kernels.table import KernelTable
+from headrace.layers.exchange import Exchange
 from headrace.stages import WHOLE, Stage
 
 
@@ -37,6 +38,8 @@ class LayerContext:
     """the layers of the model that the rank holds; `specs` and `groups` count from the first of them"""
     seat: Callable[[str, Any], None] | None = None
     """gives the layer of a path its place for adapters (layers/adapters.py); None: there are none"""
+    exchange: Exchange = field(default_factory=Exchange)
+    """the way to the experts that other engines hold"""
 
     def layers(self, first: int, last: int | None = None) -> LayerContext:
         """Return the context of the layers from `first` to `last`, which count from 0 in it."""

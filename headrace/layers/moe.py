@@ -1,8 +1,8 @@
 """Defines the sparse feed-forward layer: a router picks each token's experts, whose weighted outputs are summed.
 
 Every rank holds a slice of every expert's intermediate size or, with expert parallelism, whole experts, of which the
-first rank has the first. It has all tokens either way, and the ranks' outputs are summed. kernels/moe.py brings tokens
-to their experts.
+first rank has the first. It has all tokens either way, those of other engines if they share the experts (exchange.py),
+and the ranks' outputs are summed. kernels/moe.py brings tokens to their experts.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def own_experts(number: int, group: Group) -> range:
     """Return which of so many experts a rank holds whole. Raises ConfigError where a rank would have none."""
     if number < group.size:
         raise ConfigError(
-            f"enable_expert_parallel spreads {number} experts, so tensor_parallel_size must be at most {number}, got "
-            f"{group.size}"
+            f"enable_expert_parallel spreads {number} experts, so tensor_parallel_size x data_parallel_size must be at "
+            f"most {number}, got {group.size}"
         )
     return range(number * group.rank // group.size, number * (group.rank + 1) // group.size)
 
@@ -104,7 +104,8 @@ class SparseMoE(Layer):
 
     def __init__(self, spec: feed_forwards.Experts, context: LayerContext) -> None:
         super().__init__()
-        group, dtype = context.mesh.tp, context.dtype
+        engine, dtype = context.mesh.tp, context.dtype
+        group = context.mesh.experts if context.whole_experts else engine
         hidden_size = spec.hidden_size
         self.spec = spec
         self.own = own_experts(spec.num_experts, group if context.whole_experts else Group())
@@ -131,8 +132,8 @@ class SparseMoE(Layer):
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
-        self.all_reduce = group.all_reduce
-        self.ranks, self.alone = group.size, group.size == 1
+        self.all_reduce, self.exchange = engine.all_reduce, context.exchange
+        self.ranks, self.alone = engine.size, group.size == 1
         self.fused = FusedOps()
         """what it computes besides: the norm of its input, half the next one; models/fusion.py adds them"""
         self.pending = False
@@ -277,7 +278,7 @@ class SparseMoE(Layer):
             spec.renormalize, self.batch_invariant, scoring, next_norm,
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding, spec.scales_input,
-            None if len(self.own) == spec.num_experts else (self.own.start, spec.num_experts),
+            None if len(self.own) == spec.num_experts else (self.own.start, spec.num_experts), self.exchange.is_token,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
@@ -285,7 +286,8 @@ class SparseMoE(Layer):
         return Pending(self, x) if self.pending else self.computed(x)
 
     def computed(self, x: Tensor) -> Tensor:
-        return self.all_reduce(whole(self._compute(x, None)))
+        everybody = whole(self._compute(self.exchange.gather(x), None))
+        return self.all_reduce(self.exchange.scatter(everybody, len(x)))
 
     def added_to(self, x: Tensor, residual: Tensor) -> Any:
         """Return the sum with `residual`, written over it; it may be x."""
@@ -295,7 +297,7 @@ class SparseMoE(Layer):
         return residual.add_(out) if self.fused.next_norm is None else Unsummed(residual, out)
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
-        """Return this rank's share of the output."""
+        """Return this rank's share of the output, for the tokens of all engines."""
         shared = getattr(self, self.spec.names.shared)(x) if self.has_shared else None
         out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:

@@ -125,6 +125,9 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
     replicas = _replicas_on_node(parallel, scenario.chip)
     if replicas > 1:
         flags.append(Flag("--data-parallel-size", str(replicas), "engines behind one port, by expected wait"))
+    if parallel.dp_attention:
+        why = "ranks that keep their own requests' cache and share the experts"
+        flags.append(Flag("--data-parallel-size", str(parallel.dp), why))
     if parallel.ep:
         flags.append(Flag("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:

@@ -200,9 +200,14 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Se
 
 def _batch_invariance(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
     """How a request's tokens are made independent of other requests. Raises ConfigError where they cannot be."""
+    if device_type == "cpu" and config.joined_engines > 1:
+        raise ConfigError(
+            "batch_invariant computes tokens one by one on a CPU, which engines that share their experts cannot "
+            f"(data_parallel_size {config.data_parallel_size} with enable_expert_parallel)"
+        )
     if device_type == "cpu":
         return Decision("batch_invariant", True, "given; every token is computed alone", source="user")
-    ranks, spec = config.tensor_parallel_size, describe(model)
+    ranks, spec = config.tensor_parallel_size * config.joined_engines, describe(model)
     if ranks not in INVARIANT_RANKS:
         raise ConfigError(f"batch_invariant needs tensor_parallel_size 1, 2, 4 or 8, got {ranks}")
     if ranks > 2 and (spec.is_moe or any(getattr(layer.mixer, "qk_norm", "") == "wide" for layer in spec.layers)):

@@ -58,10 +58,11 @@ def _architecture(raw: dict[str, Any]) -> str:
 def layout_gaps(parallel: Parallel, chip: Chip) -> list[str]:
     """Say why headrace cannot use the layout yet; empty: it can. Replicas are servers of their own."""
     gaps = []
-    if parallel.tp * parallel.pp > chip.gpus_per_node:
-        gaps.append(f"headrace runs on one machine yet, and {parallel.tp * parallel.pp} GPUs are on several")
-    if parallel.dp_attention:
-        gaps.append(f"headrace has no data-parallel attention yet (data_parallel_size {parallel.dp})")
+    together = parallel.gpus // parallel.replicas
+    if together > chip.gpus_per_node:
+        gaps.append(f"headrace runs on one machine yet, and {together} GPUs are on several")
+    if parallel.dp_attention and not parallel.ep:
+        gaps.append("headrace's data-parallel engines share whole experts alone (enable_expert_parallel)")
     return gaps
 
 

@@ -301,6 +301,8 @@ def _step_bytes(deployment: Deployment, tokens: int, seqs: int, samples: bool) -
             if ours:  # router's logits, both products of every pair, sums of shared experts and for other ranks
                 sums = hidden * ((mlp.intermediate_size > 0) + (tp > 1))
                 chosen = mlp.num_experts + pairs * (width + hidden) + sums
+                if parallel.dp_attention:  # of the tokens of all, which are there too
+                    chosen = parallel.dp * (chosen + hidden)
             else:
                 chosen = hidden + pairs * VLLM_EXPERT_BUFFERS * (3 * width + hidden) + shared
             widest = max(widest, 2 * hidden + chosen)

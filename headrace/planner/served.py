@@ -209,7 +209,13 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     return Deployment(
         shape.converted(wanted),
         this_cpu(fact.total_memory) if fact.device == "cpu" else find_chip(fact.device_name, fact.total_memory),
-        Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size),
+        Parallel(
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            config.joined_engines,
+            ep=config.joined_engines > 1,
+            dp_attention=config.joined_engines > 1,
+        ),
         shape.format_for(wanted),
         cached_bytes(config.kv_cache_dtype),
         "headrace",

@@ -249,6 +249,7 @@ class StepGraphs:
         }
         self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
         self._alone_sizes = frozenset(settings.alone_sizes)
+        self._token_sizes = settings.token_sizes("piecewise", "full")
 
     @staticmethod
     def _lookup(kind: str, decode: bool, sizes: tuple[int, ...], length: int = 1) -> list[Shape]:
@@ -258,8 +259,13 @@ class StepGraphs:
             shapes += [Shape(kind, decode, size, size * length)] * (size + 1 - len(shapes))
         return shapes
 
-    def shape_of(self, step: SchedulerOutput, adapted: bool = False) -> Shape | None:
-        """Return what the step is padded to; None: it runs eagerly. `adapted`: it has requests with adapters.
+    def padded(self, num_tokens: int) -> int:
+        """Return the tokens of the smallest graph for so many; where there is none, `num_tokens`."""
+        return min((size for size in self._token_sizes if size >= num_tokens), default=num_tokens)
+
+    def shape_of(self, step: SchedulerOutput, adapted: bool = False, rows: int = 0) -> Shape | None:
+        """Return what the step is padded to; None: it runs eagerly. `adapted`: it has requests with adapters. `rows`:
+        it must have so many tokens then, as other engines take it with so many; 0: any number.
 
         In a step of decodes every request runs one token and its drafts, and samples. (Prompt logprobs are never wanted
         after a token that samples.)
@@ -268,9 +274,15 @@ class StepGraphs:
         length, more = divmod(num_tokens, num_reqs)
         decodes = not more and all(step.samples) and (step.num_drafts or [0] * num_reqs) == [length - 1] * num_reqs
         if decodes and (shapes := self._decode_shapes.get(length)) is not None:
-            return shapes[num_reqs]._replace(adapted=adapted) if num_reqs < len(shapes) else None
-        shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
+            reqs = max(num_reqs, rows // length)
+            shape = shapes[reqs]._replace(adapted=adapted) if reqs < len(shapes) else None
+            if not rows or (shape is not None and shape.num_tokens == rows):
+                return shape
+        tokens = max(num_tokens, rows)
+        shape = self._other_shapes[tokens] if tokens < len(self._other_shapes) else None
         if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:
+            return None
+        if rows and shape.num_tokens != rows:
             return None
         shape = shape._replace(adapted=adapted)
         if num_reqs == 1 and not step.num_computed_tokens[0] and (alone := self._alone(shape)) is not None:

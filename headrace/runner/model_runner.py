@@ -20,6 +20,7 @@ from headrace.attention.batch import Batch
 from headrace.attention.metadata import AttentionMetadata
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
+from headrace.layers.exchange import Exchange
 from headrace.pooling import Pooling
 from headrace.runner.adapters import AdapterStore
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
@@ -101,11 +102,14 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         dtype: torch.dtype = torch.float32,
         adapters: AdapterStore | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`. `pooling`: how
-        the model pools; None: it generates. `dtype`: of hidden states. `adapters`: None: no request has one."""
+        the model pools; None: it generates. `dtype`: of hidden states. `adapters`: None: no request has one.
+        `exchange`: what the model's layers were built with."""
         self.model = model
         self.adapters = adapters
+        self._exchange = exchange or Exchange()
         self.pipeline = pipeline or Pipeline()
         self.kernels = kernels
         self.shape = shape
@@ -206,8 +210,11 @@ class ModelRunner:
         self.state.apply(step)
         if not step.rows:
             return None
-        graphs = self.graphs
-        shape = None if graphs is None else graphs.shape_of(step, self._is_adapted(step))
+        graphs, rows = self.graphs, max(step.engine_tokens, default=0)
+        if graphs is not None and rows:
+            rows = graphs.padded(rows)
+        shape = None if graphs is None else graphs.shape_of(step, self._is_adapted(step), rows)
+        self._exchange.begin(step.engine_tokens, rows)
         batch = self.batch_of(step, shape)
         if self._received is not None:
             pipeline.receive(self._received[: step.num_tokens])

@@ -21,12 +21,13 @@ from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.distributed.progress import Progress
-from headrace.distributed.ranks import Ranks
+from headrace.distributed.ranks import Place, Ranks
 from headrace.errors import OutOfMemoryError, UserError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.adapters import Adapters
 from headrace.layers.context import LayerContext
+from headrace.layers.exchange import Exchange
 from headrace.layers.rotary import Rotary
 from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 ONE_THREAD = 1e8
 """On a CPU a step of so many multiplications (tokens x weights of layers) runs on one thread: several wait for each
 other in each of its some fifty operations a layer, for longer than they save, and much longer where cores are busy."""
+LARGEST_CHECK = 8192
+"""More tokens than a step has that is computed at load"""
 TRIM_SECONDS = 30.0
 """How often the heap's free pages are given back on a CPU, where every step takes its tensors from the heap. It costs a
 few milliseconds; without it a server under load grows by some 100 MiB an hour."""
@@ -77,7 +80,7 @@ class Worker:
         rendezvous: str = "",
         progress: Progress | None = None,
     ) -> None:
-        """Join the other ranks. The planner must have resolved `config`."""
+        """Join the other ranks. The planner must have resolved `config`. `rank`: among those of its engine."""
         self.config = config
         self.folder = folder
         self.model_config = model_config
@@ -88,8 +91,11 @@ class Worker:
             torch.cuda.set_device(self.device)
         elif config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
-        ranks = Ranks(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size)
+        ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, config.joined_engines)
+        rank += ranks.rank(Place((config.data_parallel_rank or 0) % config.joined_engines, 0, 0))
         self.mesh = init_mesh(rank, ranks, rendezvous, self.device, progress=progress)
+        largest_step = max(config.max_num_batched_tokens or 0, LARGEST_CHECK)
+        self.exchange = Exchange(self.mesh.dp, largest_step, self.device)
         self.stage = Stage(ranks.place(rank).pp, config.partition)
         self.pipeline = Pipeline(self.stage, self.mesh, describe(model_config).hidden_size)
         self.memory = device_memory(self.device)
@@ -154,6 +160,7 @@ class Worker:
         context = LayerContext(
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
             _positions(config), config.enable_expert_parallel, self.shape.layout.group_of, self.stage,
+            exchange=self.exchange,
         )  # fmt: skip
         own = len(specs) - len(behind)
         of_model = context.layers(0, own)
@@ -169,7 +176,7 @@ class Worker:
         self.draft = load_draft(config, draft, self.draft_context, self.model, model_config, self.folder)
         self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
-        check = SelfCheck(self.mesh.tp, self.device)
+        check = SelfCheck(self.mesh.experts, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
         )
@@ -187,7 +194,7 @@ class Worker:
                 model_config, max_position_embeddings=min(model_config.max_position_embeddings, _positions(config))
             )
             calibration = Calibration(
-                self.model, shortened, self.shape, self.dtype, self.mesh.tp, self.device, self.pipeline
+                self.model, shortened, self.shape, self.dtype, self.mesh.experts, self.device, self.pipeline
             )
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
             self.notes.append(self.kv_scales.note)
@@ -245,6 +252,7 @@ class Worker:
             pipeline=self.pipeline,
             dtype=self.dtype,
             adapters=self.adapters,
+            exchange=self.exchange,
         )
 
     def _graphs(self, limits: RunnerLimits, decode_lens: tuple[int, ...]) -> GraphSettings | None:
@@ -253,7 +261,7 @@ class Worker:
         weights = multiplied_weights(self.model) / max(1, self.shape.num_layers - self.shape.num_drafting)
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            most_in_pieces(self.mesh.engine.largest(weights, self.device)),  # stages must run steps of the same sizes
+            most_in_pieces(self.mesh.all.largest(weights, self.device)),  # stages must run steps of the same sizes
             decode_lens=decode_lens,
         )  # fmt: skip
 
@@ -268,7 +276,7 @@ class Worker:
         return msgspec.structs.replace(
             self._facts(left=use.left),
             notes=[*self.notes, memory],
-            step_times=measure_step_times(self.runner, self.mesh.engine),
+            step_times=measure_step_times(self.runner, self.mesh.all),
             step_bytes=use.step,
             table_bytes=max(0, use.standing - self._weight_bytes),
             graph_bytes=use.graphs,
@@ -420,7 +428,7 @@ class Worker:
     def _may_try_again(self, error: RuntimeError) -> bool:
         """Return whether a step that failed may be computed again: it found no memory, and no other rank waits inside
         a collective for what this one did not compute."""
-        return is_out_of_memory(error) and self.mesh.engine.size == 1
+        return is_out_of_memory(error) and self.mesh.all.size == 1
 
     def close(self) -> None:
         """Leave the group and free the device's memory."""

@@ -15,8 +15,10 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "many_gpus.py"
 
 
 def test_parts_are_those_that_the_gpus_can_run() -> None:
-    assert many_gpus.parts_for(2) == ["collectives", "equal", "step-tp1", "step-tp2", "step-pp2", "kill"]
-    assert {"step-tp8", "step-tp4-pp2"} <= {*many_gpus.parts_for(8)}
+    dense, sparse = ("tp1", "tp2", "pp2", "dp2"), ("tp1", "tp2", "ep2", "dp2", "dp2-ep2")
+    steps = [*(f"step-{name}" for name in dense), *(f"step-moe-{name}" for name in sparse)]
+    assert many_gpus.parts_for(2) == ["collectives", "equal", *steps, "kill", "kill-experts"]
+    assert {"step-tp8", "step-tp4-pp2", "step-moe-dp8-ep8"} <= {*many_gpus.parts_for(8)}
 
 
 def test_a_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,5 +50,6 @@ def test_a_toy_run_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     found = json.loads(results.read_text())
     assert list(found) == many_gpus.parts_for(2)
-    assert found["equal"]["same"] == {"tp1": True, "tp2": True, "pp2": True}
-    assert found["kill"]["kills"] == 1
+    layouts = [part.removeprefix("step-") for part in found if part.startswith("step-")]
+    assert found["equal"]["same"] == dict.fromkeys(layouts, True)
+    assert found["kill"]["kills"] == found["kill-experts"]["kills"] == 1

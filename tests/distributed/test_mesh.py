@@ -33,14 +33,17 @@ def test_collectives_of_two(dtype: torch.dtype, tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[torch.Tensor]:
         mesh = init_mesh(rank, Ranks(tp=2), rendezvous, timeout=timedelta(seconds=60))
         mine = torch.tensor([[1, 2], [3, 4]], dtype=dtype) + 10 * rank
-        results = [mesh.tp.all_gather(mine), mesh.tp.all_reduce(mine)]
+        results = [mesh.tp.all_gather(mine), mesh.tp.gather_rows(mine), mesh.tp.scatter_rows(mine)]
+        results.append(mesh.tp.all_reduce(mine))
         mesh.close()
         return results
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(rank_main, (0, 1)))
-    for gathered, reduced in both:
+    for rank, (gathered, rows, own, reduced) in enumerate(both):
         assert gathered.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
+        assert rows.tolist() == [[1, 2], [3, 4], [11, 12], [13, 14]]
+        assert own.tolist() == [[[12, 14]], [[16, 18]]][rank]
         assert reduced.tolist() == [[12, 14], [16, 18]]
 
 
@@ -64,9 +67,9 @@ def test_ranks_are_numbered_shares_first_then_stages_then_engines() -> None:
     ]  # fmt: skip
     assert [ranks.rank(ranks.place(rank)) for rank in range(12)] == [*range(12)]
     assert ranks.place(9) == Place(dp=1, pp=1, tp=1)
-    groups = {kind: ranks.members(kind, 9) for kind in ("tp", "pp", "dp", "engine", "experts")}
-    engine = [6, 7, 8, 9, 10, 11]
-    assert groups == {"tp": [8, 9], "pp": [7, 9, 11], "dp": [3, 9], "engine": engine, "experts": [2, 3, 8, 9]}
+    groups = {kind: ranks.members(kind, 9) for kind in ("tp", "pp", "dp", "all", "experts")}
+    everyone = [*range(12)]
+    assert groups == {"tp": [8, 9], "pp": [7, 9, 11], "dp": [3, 9], "all": everyone, "experts": [2, 3, 8, 9]}
 
 
 def test_groups_of_eight_ranks(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_groups_of_eight_ranks(tmp_path: Path) -> None:
 
     def rank_main(rank: int) -> tuple[list[float], list[float]]:
         mesh = init_mesh(rank, ranks, str(tmp_path / "meet"), timeout=timedelta(seconds=60))
-        groups = (mesh.tp, mesh.pp, mesh.back, mesh.dp, mesh.engine, mesh.experts)
+        groups = (mesh.tp, mesh.pp, mesh.back, mesh.dp, mesh.all, mesh.experts)
         sums = [float(group.all_reduce(torch.tensor([2.0**rank]))) for group in groups]
         other, mine = 1 - mesh.pp.rank, torch.tensor([float(rank), 7.0])
         left = [mesh.pp.send(mine, other), mesh.back.send(-mine, other)]
@@ -88,7 +91,7 @@ def test_groups_of_eight_ranks(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         for rank, (sums, got) in enumerate(pool.map(rank_main, range(8))):
-            kinds = ("tp", "pp", "pp", "dp", "engine", "experts")
+            kinds = ("tp", "pp", "pp", "dp", "all", "experts")
             assert sums == [sum(2.0**member for member in ranks.members(kind, rank)) for kind in kinds]
             other = ranks.rank(ranks.place(rank)._replace(pp=1 - ranks.place(rank).pp))
             assert got == [-other, -7, other, 7]

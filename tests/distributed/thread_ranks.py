@@ -61,10 +61,10 @@ class Rank(threading.Thread):
 class ThreadRanks:
     """An executor of ranks that are threads."""
 
-    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, rendezvous: str) -> None:
         ranks = Ranks(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size)
         self.folder = tempfile.TemporaryDirectory()
-        meet = str(Path(self.folder.name) / "meet")
+        meet = rendezvous or str(Path(self.folder.name) / "meet")
         self.ranks = [Rank(rank, config, folder, model_config, meet) for rank in range(ranks.world)]
         self.answering = ranks.rank(Place(0, ranks.pp - 1, 0))
         self.handle: Handle | None = None
@@ -114,5 +114,5 @@ class ThreadRanks:
         self.folder.cleanup()
 
 
-def make(config: EngineConfig, folder: Path, model_config: ModelConfig) -> ThreadRanks:
-    return ThreadRanks(config, folder, model_config)
+def make(config: EngineConfig, folder: Path, model_config: ModelConfig, rendezvous: str = "") -> ThreadRanks:
+    return ThreadRanks(config, folder, model_config, rendezvous)

@@ -19,7 +19,7 @@ from headrace.request import EngineCoreOutputs, SchedulerStats
 class QuietCore:
     """Has nothing to step; stops the loop after so many warm-up steps."""
 
-    busy, may_warm_up = False, True
+    busy, may_warm_up, peers = False, True, None
 
     def __init__(self, steps: int, on_step: Any = None) -> None:
         self.stop = SimpleNamespace(asked=False)

@@ -160,9 +160,9 @@ def test_a_latent_cache_is_not_copied_for_many_requests() -> None:
 
 def test_headrace_gets_layouts_that_it_has() -> None:
     found = search(scenario(SPARSE, 8, engine="headrace", today=True, objective="throughput", concurrency=512))
-    assert not any(entry.parallel.dp_attention for entry in found.ranked)
-    assert any(entry.parallel.ep for entry in found.ranked)
-    assert any("no data-parallel attention yet" in why for why in found.passed_over.values())
+    assert {entry.parallel.ep for entry in found.ranked if entry.parallel.dp_attention} == {True}
+    assert any(entry.parallel.ep and not entry.parallel.dp_attention for entry in found.ranked)
+    assert any("share whole experts alone" in why for why in found.passed_over.values())
 
 
 def test_nothing_fits_says_what_is_nearest() -> None:

@@ -198,6 +198,15 @@ def test_ranks_that_hold_some_of_the_experts_add_up_to_all(config, form):
         assert (out - expected).norm() <= (2e-2 if form == "fp8" else 2e-6) * whole.norm()
         nothing = ((ids < begin) | (ids >= end)).all(dim=1)
         assert not out[nothing].any()
+        is_token = torch.arange(tokens + 2) % 3 > 0  # of more rows than there are
+        masked, same = fused_moe(x, replace(held, is_token=is_token), None, None, WAYS[config])
+        assert torch.equal(same, ids)
+        is_token = is_token[:tokens]
+        assert torch.equal(masked[is_token], out[is_token])
+        assert not masked[~is_token].any()
+        reference = fused_moe_reference(x, replace(held, is_token=is_token), None, None, WAYS[config])[0]
+        assert not reference[~is_token].any()
+        assert (masked - reference).norm() <= (2e-2 if form == "fp8" else 2e-6) * whole.norm()
         parts.append(out)
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
