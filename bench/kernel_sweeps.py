@@ -65,7 +65,7 @@ def _qk_normed(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> 
 
 
 def _activated(make: Inputs, rows: int, width: int) -> Cases:
-    for activation, gated in product(GATES, (True, False)):
+    for activation, gated in (*product(GATES, (True, False)), ("xielu", False)):
         yield from cases.gate_and_mul(make, rows, width, activation, gated=gated)
 
 

@@ -8,9 +8,12 @@ from typing import Literal
 
 from headrace.parameters import Parameter, Split, linear
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 """what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh; relu2:
-the square of what is above zero"""
+the square of what is above zero; xielu: without a gate alone, with two learned numbers"""
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""its numbers in a checkpoint, of which the last two may be left out"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,12 @@ class DenseMLP:
         if self.gated:
             return gated(self.block, hidden, width, self.bias)
         biases: tuple[Split | None, Split | None] = ("width", "whole") if self.bias else (None, None)
-        first = linear(f"{self.block}.{up}", width, hidden, "width", biases[0])
-        return (*first, *linear(f"{self.block}.{down}", hidden, width, "width", biases[1], axis=1))
+        tensors = linear(f"{self.block}.{up}", width, hidden, "width", biases[0])
+        tensors += linear(f"{self.block}.{down}", hidden, width, "width", biases[1], axis=1)
+        if self.activation == "xielu":
+            learned = (f"{self.block}.act_fn.{name}" for name in XIELU)
+            tensors += [Parameter(name, (1,), "plain", "whole", wide=True) for name in learned]
+        return tuple(tensors)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ class Norms:
     """before the feed-forward"""
     after_block: str = ""
     parallel: bool = False
-    """the feed-forward reads what the mixer reads, and both outputs are added to the residual"""
+    """the feed-forward reads what the mixer reads, or another norm (`before_block`) of the same sum, and both outputs
+    are added to the residual"""
     of_sums: bool = False
     """`before_block` and `after_block` norm the sum with the residual, and what is normed is the residual from there on
     (as in "Attention Is All You Need", arXiv 1706.03762)"""
@@ -52,9 +53,10 @@ class Norms:
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """Describes what encoders add to the embeddings of tokens, and the norm of the sum."""
+    """Describes what is added to the embeddings of tokens, and the norm of the sum."""
 
-    norm: Norm
+    norm: Norm | None = None
+    """None: the sum is not normed"""
     positions: int = 0
     """rows of a table with an embedding for each position; 0: there is none"""
     first_position: int = 0

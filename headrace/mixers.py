@@ -33,6 +33,10 @@ class Attention:
     as one vector. (A norm without weights may as well follow: rotating changes no length.)"""
     norm: Norm = Norm()
     """what `qk_norm` is"""
+    v_norm: bool = False
+    """the values of each head are RMS-normed, without weights"""
+    values_are_keys: bool = False
+    """values are projected by the weights of keys, which alone a checkpoint has"""
     sinks: bool = False
     """a learned logit of each head takes part in the softmax and adds no value"""
     causal: bool = True
@@ -50,7 +54,12 @@ class Attention:
     norm_last: bool = False
     """weights of the norms of heads multiply what is rotated, not what is projected"""
     output_gate: bool = False
-    """each head's output is multiplied with the sigmoid of as many numbers, which are projected beside its query"""
+    """each head's output is multiplied with the sigmoid of as many numbers"""
+    gate_linear: str = ""
+    """the linear that projects them; empty: `q_proj` does, each head's behind its query"""
+    by_kv_head: bool = False
+    """in a checkpoint that has queries, keys and values in one linear, each KV head's key and value are behind the
+    queries that use them"""
     input_size: int | None = None
     """of what queries, keys and values are projected from; None: hidden_size"""
 
@@ -82,7 +91,10 @@ class Attention:
         hidden, dim, inputs = self.hidden_size, self.head_dim, self.inputs
         q, kv = self.num_heads * dim, self.num_kv_heads * dim
         q_bias: Split | None = "heads" if self.qkv_bias else None
-        tensors = linear("self_attn.q_proj", q * (1 + self.output_gate), inputs, "heads", q_bias, fused="qkv_proj")
+        beside = self.output_gate and not self.gate_linear
+        tensors = linear("self_attn.q_proj", q * (1 + beside), inputs, "heads", q_bias, fused="qkv_proj")
+        if self.gate_linear:
+            tensors += linear(f"self_attn.{self.gate_linear}", q, inputs, "heads", fused="qkv_proj")
         kv_bias: Split | None = "kv_heads" if self.qkv_bias else None
         for name in ("k_proj", "v_proj"):
             tensors += linear(f"self_attn.{name}", kv, inputs, "kv_heads", kv_bias, fused="qkv_proj")

@@ -23,6 +23,17 @@ MOST = 2**31 - 1
 TIED = "tie_word_embeddings"
 OTHER_PARTS = ("text_config", "vision_config", "audio_config", "vision_tower", "visual")
 """Fields of which a model of more than text has at least one"""
+RENAMED = {
+    "hidden_size": ("n_embd", "n_embed"),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "num_attention_heads": ("n_head", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "max_position_embeddings": ("n_positions", "n_ctx"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "hidden_act": ("activation_function",),
+    "layer_norm_eps": ("layer_norm_epsilon",),
+}
+"""Fields by the names that most families give them -> what GPT-2's kin, OPT and Falcon call them"""
 LARGEST = sys.float_info.max
 MOST_LAYERS = 10_000
 """Bounds the loops over layers, which a wild number must not reach"""
@@ -135,16 +146,27 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of RENAMED under their usual names too, where these have no value."""
+    found = dict(values)
+    for usual, others in RENAMED.items():
+        given = next((values[name] for name in others if values.get(name) is not None), None)
+        if given is not None and values.get(usual) is None:
+            found[usual] = given
+    return found
+
+
 def text_part(fields: Fields) -> Fields:
-    """Return the fields of a model's text part: those of `text_config` if there is one, before those around it."""
+    """Return the fields of a model's text part, under their usual names too: those of `text_config`, if there is one,
+    before those around it."""
     inner = {name: value for name, value in fields.object("text_config").values.items() if value is not None}
     if not inner:
-        return fields
+        return replace(fields, values=_renamed(fields.values))
     outer = {name: value for name, value in fields.values.items() if name != "text_config"}
     own: dict[str, Any] = {"architectures": outer.get("architectures")}
     if True in (outer.get(TIED), inner.get(TIED)):  # tools write it in either place
         own[TIED] = True
-    return replace(fields, values={**outer, **inner, **own})
+    return replace(fields, values=_renamed({**outer, **inner, **own}))
 
 
 def num_layers(fields: Fields) -> int:

@@ -25,6 +25,8 @@ class LayerSpec:
     mixer: Mixer
     feed_forward: FeedForward
     norms: Norms = Norms()
+    scaled: bool = False
+    """the sum behind the layer is multiplied by a number that the checkpoint has (`layer_scalar`)"""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -34,9 +36,10 @@ class LayerSpec:
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:
-        """The tensors of the norms of the whole hidden state."""
+        """The tensors of the norms of the whole hidden state, and of its scale."""
         named = self.norms.named.items()
-        return tuple(tensor for name, one in named for tensor in norm(name, self.mixer.hidden_size, of=one))
+        tensors = [tensor for name, one in named for tensor in norm(name, self.mixer.hidden_size, of=one)]
+        return (*tensors, *([Parameter("layer_scalar", (1,), "plain", "whole")] if self.scaled else []))
 
     @cached_property
     def weights(self) -> int:
@@ -87,7 +90,7 @@ class HeadSpec:
     in_model: bool = False
     """its tensors are in the checkpoint of the model"""
     names: tuple[tuple[str, str], ...] = ()
-    """(part of a tensor's name in published files, what it is here)"""
+    """(part of a tensor's name in published files, what it is here); ^ in front: at the beginning alone"""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -157,7 +160,9 @@ class ModelSpec:
     logit_cap: float | None = None
     """logits x then become logit_cap * tanh(x / logit_cap)"""
     names: tuple[tuple[str, str], ...] = ()
-    """(part of a tensor's name in published files, what it is here)"""
+    """(part of a tensor's name in published files, what it is here); ^ in front: at the beginning alone"""
+    transposed: tuple[str, ...] = ()
+    """ends of the names, in published files, of weights that are there [in, out]"""
     first_layer: int = 0
     """the number of the first of `layers`, where they are those of one pipeline stage"""
     has_embedding: bool = True
@@ -176,7 +181,7 @@ class ModelSpec:
         hidden, added = self.hidden_size, self.text_embedding
         tensors = [] if self.ends_normed else norm("norm", hidden, of=self.norm)
         if added is not None:
-            tensors += norm("embeddings.norm", hidden, of=added.norm)
+            tensors += norm("embeddings.norm", hidden, of=added.norm) if added.norm is not None else []
             for name, rows in (("positions", added.positions), ("types", added.types)):
                 tensors += [Parameter(f"embeddings.{name}", (rows, hidden), "plain", "whole")] if rows else []
         return tuple(tensors)

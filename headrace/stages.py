@@ -14,7 +14,7 @@ from headrace.mixers import LatentAttention
 from headrace.model_spec import LayerSpec, ModelSpec
 
 _OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-_OF_END = re.compile(r"(?:model\.)?(embed_tokens|norm|lm_head)\.")
+_OF_END = re.compile(r"(?:model\.)?(embed_tokens|embeddings|norm|lm_head)\.")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Stage:
             layers=spec.layers[self.layers],
             first_layer=self.first,
             has_embedding=self.is_first,
+            text_embedding=spec.text_embedding if self.is_first else None,
             has_end=self.is_last,
         )
 
@@ -70,7 +71,9 @@ class Stage:
         end = _OF_END.match(name)
         if end is None:
             return True
-        return self.is_last if end[1] != "embed_tokens" else self.is_first or (self.is_last and tied)
+        if end[1] in ("norm", "lm_head"):
+            return self.is_last
+        return self.is_first or (self.is_last and tied and end[1] == "embed_tokens")
 
 
 WHOLE = Stage()

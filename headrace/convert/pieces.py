@@ -100,6 +100,8 @@ class Shard:
 def plan_shards(folder: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightScheme) -> list[Shard]:
     """Return the files of the new checkpoint: one for each layer, so that no more than a layer is ever in memory, and
     then as large ones of all else. Raises ConfigError if there is nothing to round."""
+    if spec.transposed:
+        raise ConfigError(f"{folder} holds weights [in, out], which no scheme rounds; accepted: [out, in]")
     pieces = [piece for file in checkpoint_files(folder) for piece in _pieces(file, config, spec, scheme)]
     if not any(piece.rounded for piece in pieces):
         kept = next((f": {piece.name}: {piece.why}" for piece in pieces if piece.why not in ("", KEPT)), "")

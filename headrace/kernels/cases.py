@@ -173,10 +173,14 @@ def add_up(make: Inputs, rows: int, weight: Tensor, eps: float = EPS) -> Cases:
 
 
 def gate_and_mul(
-    make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding, gated: bool = True
-) -> Cases:
+    make: Inputs, rows: int, width: int, activation: str = "silu", *to: Rounding, gated: bool = True,
+    curves: Tensor | None = None,
+) -> Cases:  # fmt: skip
+    """Make cases of an activation; of xIELU those of `curves`, or of some."""
+    if activation == "xielu" and curves is None:
+        curves = torch.tensor([0.9, 0.7, 0.5, -1e-6], device=make.device)
     x, bound = make.random(rows, (1 + gated) * width) * 3, ROUNDED_FP8 if to else ROUNDED[make.dtype]
-    yield Case(lambda kernel: kernel(x, *to, activation=activation, gated=gated), bound)
+    yield Case(lambda kernel: kernel(x, *to, activation=activation, gated=gated, curves=curves), bound)
 
 
 def qk_squares(make: Inputs, rows: int, heads: tuple[int, int], dim: int) -> Cases:
@@ -204,9 +208,14 @@ def clip(make: Inputs, rows: int, width: int, limit: float) -> Cases:
 
 
 def gate_heads(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
-    """Make gates beside queries and, behind them, keys and values."""
+    """Make gates among queries, keys and values: each behind its query, and all behind all queries."""
     attended, projected = make.random(rows, heads, dim), make.random(rows, 2 * (heads + kv_heads), dim) * 3
-    yield Case(lambda kernel: kernel(attended.clone(), projected), ROUNDED[make.dtype])
+    for places in (slice(1, 2 * heads, 2), slice(heads, 2 * heads)):
+        yield Case(partial(_gated, attended, projected[:, places]), ROUNDED[make.dtype])
+
+
+def _gated(attended: Tensor, gates: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+    return kernel(attended.clone(), gates)
 
 
 def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int, slots: int = 3) -> AdapterWeights:

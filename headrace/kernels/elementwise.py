@@ -21,7 +21,7 @@ def _clip_kernel(x_ptr, x_stride, limit, width, BLOCK: tl.constexpr, OVERLAP: tl
 
 @triton.jit
 def _gate_heads_kernel(
-    x_ptr, projected_ptr, projected_stride, width,
+    x_ptr, gates_ptr, gates_stride, head_stride, width,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply by sigmoids; grid (num_tokens, blocks of columns)."""
@@ -29,8 +29,8 @@ def _gate_heads_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    behind_query = column // HEAD_DIM * (2 * HEAD_DIM) + HEAD_DIM + column % HEAD_DIM
-    gate = tl.load(projected_ptr + row * projected_stride + behind_query, mask=inside, other=0.0).to(tl.float32)
+    gate_ptrs = gates_ptr + row * gates_stride + column // HEAD_DIM * head_stride + column % HEAD_DIM
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     share = tl.sigmoid(gate).to(dtype).to(tl.float32)
@@ -46,15 +46,15 @@ def clip(x: Tensor, limit: float) -> Tensor:
     return x
 
 
-def gate_heads(x: Tensor, projected: Tensor) -> Tensor:
-    """Multiply attention's output x # [num_tokens, num_heads, head_dim], contiguous, by the sigmoids of its gates, and
-    return it. In projected # [num_tokens, at least 2 * num_heads, head_dim] each head's gate is behind its query."""
+def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
+    """Multiply attention's output x # [num_tokens, num_heads, head_dim], contiguous, by the sigmoids of gates # the
+    same, of which each head's numbers lie side by side, and return it."""
     num_tokens, heads, dim = x.shape
     if num_tokens:
         width = heads * dim
         block = min(1024, next_power_of_2(width))
         _gate_heads_kernel[(num_tokens, -(-width // block))](
-            x, projected, projected.stride(0), width, HEAD_DIM=dim, BLOCK=block, num_warps=4, **overlap()
+            x, gates, gates.stride(0), gates.stride(1), width, HEAD_DIM=dim, BLOCK=block, num_warps=4, **overlap()
         )
     return x
 
@@ -63,5 +63,5 @@ def clip_reference(x: Tensor, limit: float) -> Tensor:
     return x.clamp_(-limit, limit)
 
 
-def gate_heads_reference(x: Tensor, projected: Tensor) -> Tensor:
-    return x.mul_(torch.sigmoid(projected[:, 1 : 2 * x.shape[1] : 2]))
+def gate_heads_reference(x: Tensor, gates: Tensor) -> Tensor:
+    return x.mul_(torch.sigmoid(gates))

@@ -19,22 +19,25 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-GELU_TANH, RELU2, GELU = 2, 3, 4
-ACTIVATIONS = {"silu": 1, "gelu_tanh": GELU_TANH, "relu2": RELU2, "gelu": GELU}
+GELU_TANH, RELU2, GELU, RELU = 2, 3, 4, 5
+ACTIVATIONS = {"silu": 1, "gelu_tanh": GELU_TANH, "relu2": RELU2, "gelu": GELU, "relu": RELU}
 """what may be done to a gate -> what kernels are told; 0: there is no gate"""
 
 
 @triton.jit
 def activated(
-    x, KIND: tl.constexpr, GELU_TANH: tl.constexpr = GELU_TANH, RELU2: tl.constexpr = RELU2, GELU: tl.constexpr = GELU
-):
+    x, KIND: tl.constexpr, GELU_TANH: tl.constexpr = GELU_TANH, RELU2: tl.constexpr = RELU2,
+    GELU: tl.constexpr = GELU, RELU: tl.constexpr = RELU,
+):  # fmt: skip
     """Return an activation of fp32 x: silu, GELU (arXiv 1606.08415) as it is or as approximated with a tanh, here
-    written as a sigmoid, or the square of what is above zero."""
+    written as a sigmoid, what is above zero, or its square."""
     if KIND == GELU_TANH:
         out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif KIND == RELU2:
         out = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         out = out * out
+    elif KIND == RELU:
+        out = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == GELU:
         out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:

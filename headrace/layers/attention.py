@@ -115,6 +115,22 @@ class QKNorm(Layer):
         return self.normed(qkv, self.weight, self.heads, self.norm.eps, centered, squares, self.ranks)
 
 
+class ValueNorm(Layer):
+    """Computes RMS norms of each head's values."""
+
+    opaque = ("forward",)
+
+    def __init__(self, mixer: mixers.Attention, spec: AttentionSpec, context: LayerContext) -> None:
+        super().__init__()
+        self.heads, self.eps, self.normed = (spec.num_kv_heads, 0), mixer.norm.eps, context.kernels.qk_norm
+        self.weight = torch.ones(spec.num_kv_heads, spec.head_dim, dtype=context.dtype, device=context.device)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Change the values of qkv # [num_tokens, heads, head_dim] to their norms, and return it."""
+        self.normed(qkv[:, -self.heads[0] :], self.weight, self.heads, self.eps, False, None, 1)
+        return qkv
+
+
 class Attention(Layer):
     """Computes one layer's attention on one rank."""
 
@@ -130,14 +146,16 @@ class Attention(Layer):
         super().__init__()
         group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
         self.output_gate = mixer.output_gate
-        projected_heads = mixer.num_heads * (1 + mixer.output_gate)
-        self.qkv_proj = QKVParallelLinear(
-            mixer.inputs, projected_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
-        )
+        heads = spec.num_heads
+        self.queries = slice(0, 2 * heads, 2) if mixer.output_gate and not mixer.gate_linear else slice(0, heads)
+        """where queries are among them and their gates, and"""
+        self.gates = slice(heads, 2 * heads) if mixer.gate_linear else slice(1, 2 * heads, 2)
+        self.qkv_proj = QKVParallelLinear(mixer, group, dtype)
         self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
         self.q_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
         self.k_norm = HeadNorm(mixer, dtype) if mixer.qk_norm == "head" else None
         self.qk_norm = QKNorm(mixer, spec, context) if mixer.qk_norm in ("heads", "wide") else None
+        self.v_norm = ValueNorm(mixer, spec, context) if mixer.v_norm else None
         self.norm_last = mixer.norm_last
         self.q_weight: Tensor | None = None
         """[head_dim] float32: what rotated queries are multiplied by; constant once loading is over"""
@@ -217,6 +235,8 @@ class Attention(Layer):
         qkv = qkv.view(x.shape[0], -1, self.spec.head_dim)
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
+        if self.v_norm is not None:
+            qkv = self.v_norm(qkv)
         if metadata.cut is None:
             attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
         else:
@@ -230,7 +250,7 @@ class Attention(Layer):
         return self.clip_by(qkv, limit)
 
     def _gated(self, attended: Tensor, qkv: Tensor) -> Tensor:
-        return self.gate_heads(attended, qkv)
+        return self.gate_heads(attended, qkv[:, self.gates])
 
     def head_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the weights of the norms of each head of queries and of keys, if there are such norms."""
@@ -241,12 +261,11 @@ class Attention(Layer):
     def _rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
-        """Attend to qkv # [num_tokens, heads, head_dim] as projected, where a gate may follow each query; return #
+        """Attend to qkv # [num_tokens, heads, head_dim] as projected, where gates may be among the queries; return #
         [num_tokens, num_heads, head_dim]. Whatever depends on which request a token belongs to is in here: a graph in
         pieces runs this method eagerly."""
         q, k, v = qkv.split_with_sizes(self.projected, dim=1)  # `split` goes through Python first
-        if self.output_gate:
-            q = q[:, ::2]
+        q = q[:, self.queries]
         norms = self.head_weights()
         cos_sin, positions, temperature = angles
         scale = self.kv_scale

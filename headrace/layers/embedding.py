@@ -72,15 +72,15 @@ class VocabParallelEmbedding(Layer):
 
 
 class EmbeddingSum(Layer):
-    """Computes what encoders begin with: embeddings of tokens, of their positions, and of the text of a pair that they
-    are in, summed and normed."""
+    """Computes what encoders and older decoders begin with: embeddings of tokens, of their positions, and of the text
+    of a pair that they are in, summed and perhaps normed."""
 
     def __init__(self, added: TextEmbedding, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         size, self.vocab_size, self.first = spec.hidden_size, spec.vocab_size, added.first_position
         self.positions = empty_parameter(added.positions, size, dtype=context.dtype) if added.positions else None
         self.types = empty_parameter(added.types, size, dtype=context.dtype) if added.types else None
-        self.norm = make_norm(added.norm, size, context.kernels, context.dtype)
+        self.norm = None if added.norm is None else make_norm(added.norm, size, context.kernels, context.dtype)
 
     def split(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and the text of a pair that each is in # [num_tokens]; ids of a second one come with vocab_size
@@ -89,13 +89,12 @@ class EmbeddingSum(Layer):
         return input_ids - types * self.vocab_size, types
 
     def forward(self, words: Tensor, types: Tensor, positions: Tensor) -> Tensor:
-        """Return the sum's norm for words # [num_tokens, hidden_size]."""
+        """Return the sum, or its norm, for words # [num_tokens, hidden_size]."""
         if self.types is not None:
             words = words + F.embedding(types, self.types)
         if self.positions is not None:
             words = words + F.embedding(positions + self.first, self.positions)
-        normed: Tensor = self.norm(words)[0]
-        return normed
+        return words if self.norm is None else self.norm(words)[0]
 
 
 class ParallelLMHead(Linear):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace import mixers
 from headrace.distributed.mesh import Group
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import SLICES, tree_sum
 from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
@@ -165,26 +166,67 @@ class ColumnParallelLinear(Linear):
 
 
 class QKVParallelLinear(Linear):
-    """Fuses q_proj, k_proj and v_proj, split by heads: q's heads come first, then k's, then v's.
+    """Fuses q_proj, k_proj and v_proj, split by heads: q's heads come first, perhaps with gates, then k's, then v's.
 
     Where there are fewer KV heads than ranks, neighbouring ranks hold the same one.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        group: Group,
-        dtype: torch.dtype,
-        bias: bool,
-    ) -> None:
-        heads = divide(num_heads, group, "num_attention_heads")
-        kv_heads, kv_rank = split_kv_heads(num_kv_heads, group)
-        q = ("q_proj", num_heads * head_dim, heads * head_dim, group.rank)
-        kv = (num_kv_heads * head_dim, kv_heads * head_dim, kv_rank)
-        super().__init__(column_spec(hidden_size, (q, ("k_proj", *kv), ("v_proj", *kv)), dtype, bias))
+    def __init__(self, mixer: mixers.Attention, group: Group, dtype: torch.dtype) -> None:
+        beside = mixer.output_gate and not mixer.gate_linear
+        width = mixer.head_dim * (1 + beside)
+        heads = divide(mixer.num_heads, group, "num_attention_heads")
+        kv_heads, kv_rank = split_kv_heads(mixer.num_kv_heads, group)
+        q = (mixer.num_heads * width, heads * width, group.rank)
+        kv = (mixer.num_kv_heads * mixer.head_dim, kv_heads * mixer.head_dim, kv_rank)
+        names = ("q_proj", *([mixer.gate_linear] if mixer.gate_linear else ()), "k_proj", "v_proj")
+        parts = ((name, *(kv if name in ("k_proj", "v_proj") else q)) for name in names)
+        super().__init__(column_spec(mixer.inputs, parts, dtype, mixer.qkv_bias))
+        self.groups = mixer.num_kv_heads if mixer.by_kv_head else 0
+        """in so many groups of rows a checkpoint that has all parts in one linear has them there; 0: part after part"""
+        self.in_groups = False
+        self.values_are_keys = mixer.values_are_keys
+
+    def names_in_files(self, path: str) -> dict[str, InOne]:
+        found = {name: replace(one, groups=self.groups) for name, one in super().names_in_files(path).items()}
+        if self.values_are_keys:
+            keys, values = (part.path(path) for part in self.spec.parts[-2:])
+            found[keys] = InOne((keys, values))
+        return found
+
+    def read_as(self, path: str, linears: Collection[str]) -> None:
+        self.in_groups = self.groups > 0 and path in linears
+        if not self.groups:
+            super().read_as(path, linears)
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        if not self.in_groups:
+            return super().slots(path)
+        return {
+            f"{part.path(path)}.{tensor}": self._of_groups(part, tensor, slot)
+            for part, tensor, slot in self.scheme.layout.slots(self.spec, self.weights)
+        }
+
+    def _of_groups(self, part: Part, tensor: str, slot: Slot) -> Slot:
+        """Return the slot of a tensor [groups, rows of a group, ...] that has the rows of `part` in each group. Raises
+        CheckpointError for a tensor that has not a row for each output, or a number for all."""
+        if slot.shape == (1,):
+            return slot
+        if slot.shape[0] != part.shape[0]:
+            raise CheckpointError(f"{tensor} is not served for queries, keys and values that are in turn in one linear")
+        rows = [one.shape[0] // self.groups for one in self.spec.parts]
+        before, own = sum(rows[: self.spec.parts.index(part)]), rows[self.spec.parts.index(part)]
+        first, last = slot.source[0].start, slot.source[0].stop
+        groups = slice(first // own, (last - 1) // own + 1)
+        inner = slice(before + first % own, before + (last - 1) % own + 1)
+        store, split = slot.store, (groups.stop - groups.start, -1)
+        return replace(
+            slot,
+            shape=(self.groups, sum(rows), *slot.shape[1:]),
+            source=(groups, inner, *slot.source[1:]),
+            destination=None if slot.destination is None else slot.destination.unflatten(0, split),
+            store=None if store is None else lambda values: store(values.flatten(0, 1)),
+            shapes=(),
+        )
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:

@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace import feed_forwards
 from headrace.layers.context import LayerContext
-from headrace.layers.layer import Layer
+from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from headrace.layers.pending import Pending
+from headrace.quantization.scheme import Slot
 
 
 class GatedMLP(Layer):
@@ -53,6 +56,30 @@ class GatedMLP(Layer):
         return self.down_proj(self.gate_up_proj(x))
 
 
+class XIELU(Layer):
+    """Holds the learned numbers of xIELU (arXiv 2411.13010)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curves = empty_parameter(4, dtype=torch.float32)
+        """those of the checkpoint until `finalize`, then what kernels take (kernels/activation.py: `gate_and_mul`)"""
+
+    def create_weights(self, device: torch.device) -> None:
+        super().create_weights(device)
+        self.curves.copy_(torch.tensor([0.0, 0.0, 0.5, -1e-6]))
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        return {
+            f"{path}.{name}": Slot((1,), (slice(0, 1),), self.curves[place : place + 1], optional=place > 1)
+            for place, name in enumerate(feed_forwards.XIELU)
+        }
+
+    def finalize(self) -> None:
+        super().finalize()
+        self.curves[:2] = F.softplus(self.curves[:2])
+        self.curves[1] += self.curves[2]
+
+
 class PlainMLP(Layer):
     """Computes the layer without a gate on one rank."""
 
@@ -68,7 +95,8 @@ class PlainMLP(Layer):
         self.add_module(self.names[1], RowParallelLinear(wide, hidden, group, dtype, spec.bias))
         self.width = self.second.spec.in_features
         """of what is activated, on this rank"""
-        self.activate: Callable[[Tensor], Any] = partial(kernels.gate_and_mul, activation=self.activation, gated=False)
+        self.act_fn = XIELU() if spec.activation == "xielu" else None
+        self.activate: Callable[..., Any] = partial(kernels.gate_and_mul, activation=self.activation, gated=False)
         self.quantized = partial(kernels.gate_and_mul_quantized, activation=self.activation, gated=False)
 
     @property
@@ -83,6 +111,8 @@ class PlainMLP(Layer):
         wanted = self.second.scheme.product.rounding(self.second.spec, self.second.weights)
         if wanted is not None:
             self.activate = partial(self.quantized, to=wanted)
+        if self.act_fn is not None:
+            self.activate = partial(self.activate, curves=self.act_fn.curves)
 
     def forward(self, x: Any) -> Tensor | Pending:
         """Return the layer's output for x [num_tokens, hidden_size], of the same shape."""

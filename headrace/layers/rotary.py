@@ -131,6 +131,14 @@ def _longrope(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, 
     return 1.0 / (factors * _powers(theta, dim)), scaling.get("attention_factor", grown)
 
 
+def _proportional(theta: float, dim: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Keep the first frequencies, in the share of the head that is rotated, and let the others turn nothing."""
+    turned = int(scaling["partial_rotary_factor"] * dim // 2)
+    inverse = 1.0 / _powers(theta, dim) / scaling.get("factor", 1.0)
+    inverse[turned:] = 0
+    return inverse, 1.0
+
+
 def _yarn_attention_factor(factor: float, scaling: dict[str, Any]) -> float:
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -149,6 +157,7 @@ FREQUENCIES: dict[str, Callable[[float, int, dict[str, Any]], tuple[Tensor, floa
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 """rope_type -> (theta, rotary_dim, fields) -> (inverse frequencies [rotary_dim / 2], factor for cosines and sines).
 models/ropes.py, which loads no torch, lists the types and the fields they need too."""

@@ -33,6 +33,8 @@ class InOne:
     """how many are in front of the tensor's rows; 0: it is one linear under another name"""
     transposed: bool = False
     """an expert's tensors have inputs before outputs"""
+    groups: int = 0
+    """the rows of `linears` are in turn, in so many groups of all; 0: they are one linear's after another's"""
 
 
 def stacked_slots(

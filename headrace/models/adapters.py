@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from headrace.errors import CheckpointError
 from headrace.feed_forwards import DenseMLP
 from headrace.lora import LowRank
+from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig, read_object
 from headrace.model_spec import ModelSpec
 from headrace.models.names import OF_TEXT, text_name
@@ -51,17 +52,21 @@ class AdapterFile:
 
 def adapted_linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Return [outputs, inputs] of the linears that an adapter may change, those too that files may hold as one; of the
-    embedding, [vocab_size, hidden_size]. Experts and what attention applies by itself are not among them."""
+    embedding, [vocab_size, hidden_size]. Experts and what attention applies by itself are not among them, nor keys that
+    are values too, nor rows of queries, keys and values in turn."""
     found: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(spec.layers):
         dense = layer.feed_forward.parameters if isinstance(layer.feed_forward, DenseMLP) else ()
         for one in (*layer.mixer.parameters, *dense):
-            if one.kind != "linear" or one.widened:
+            attention = layer.mixer if isinstance(layer.mixer, Attention) else None
+            both = attention is not None and attention.values_are_keys and one.split == "kv_heads"
+            if one.kind != "linear" or one.widened or both:
                 continue
             outputs, inputs = one.shape
             name = f"model.layers.{index}.{one.name.removesuffix('.weight')}"
             found[name] = outputs, inputs
-            if one.fused:
+            in_turn = attention is not None and attention.by_kv_head and one.fused == "qkv_proj"
+            if one.fused and not in_turn:
                 together = f"{name.rpartition('.')[0]}.{one.fused}"
                 found[together] = found.get(together, (0, 0))[0] + outputs, inputs
     found[EMBEDDING] = spec.vocab_size, spec.hidden_size

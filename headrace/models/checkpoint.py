@@ -128,14 +128,18 @@ def text_tensors(
     tensors: list[StoredTensor],
     config: ModelConfig,
     names: Sequence[tuple[str, str]],
+    transposed: tuple[str, ...] = (),
     head: HeadSpec | None = None,
 ) -> tuple[list[StoredTensor], Counter[str]]:
     """Return the tensors of a model's text part, or of its `head` instead, under the names that they have in a model of
-    text alone, and how many others there are of each kind that text does not use. `names`: ModelSpec's."""
+    text alone, and how many others there are of each kind that text does not use. `names`, `transposed`:
+    ModelSpec's."""
     kept, others = [], Counter[str]()
     last = config.num_layers + config.draft_layers
     for one in tensors:
         name = text_name(one.name, config, names)
+        if transposed and one.name.endswith(transposed):
+            one = replace(one, shape=one.shape[::-1], transposed=True)
         layer = _OF_LAYER.match(name)
         if head is not None and head.skips(name):
             others["of the model itself"] += 1
@@ -186,9 +190,19 @@ def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterat
         if held is None:
             yield one
         elif not held.experts:
-            yield from (replace(one, name=f"{linear}.{tensor}", within=one.name) for linear in held.linears)
+            yield from (
+                replace(one, name=f"{linear}.{tensor}", within=one.name, shape=_in_groups(one.shape, held.groups))
+                for linear in held.linears
+            )
         elif tensor != "weight_shape":  # that of all experts together
             yield from _each_expert(one, tensor, held)
+
+
+def _in_groups(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Return a tensor's shape with its rows in `groups`, where there are any and they divide them."""
+    if not groups or math.prod(shape) == 1 or shape[0] % groups:
+        return shape
+    return (groups, shape[0] // groups, *shape[1:])
 
 
 def _each_expert(one: StoredTensor, tensor: str, held: InOne) -> Iterator[StoredTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -58,95 +57,6 @@ def rope_of_type(c: Fields, kind: str, theta: float, local_theta: float | None =
         return read_rope(c, kind, theta if kind == "full_attention" else local_theta or theta)
     base = c.number("rope_theta", theta, above=1) if local_theta is None else local_theta
     return Rope(base)
-
-
-# ---- Gemma
-
-
-def gemma(c: Fields) -> Described:
-    """Describe Gemma: weights of norms less one, GELU, scaled embeddings."""
-    norm = rms_norm(c, plus_one=True)
-    c = c.changed({"hidden_act": "gelu_pytorch_tanh"}) if c.values.get("hidden_act") == "gelu" else c
-    bias = c.flag("attention_bias")
-    mixer = attention(c, qkv_bias=bias, o_bias=bias, norm=norm)
-    count = num_layers(c)
-    return alike([mixer] * count, [dense(c)] * count, Norms(norm=norm), **_scaled_embedding(c))
-
-
-def gemma2(c: Fields) -> Described:
-    """Describe Gemma 2, with a window in every other layer, soft caps and four norms a layer."""
-    return _gemma(c, 2, lambda kind: read_rope(c), attn_cap=50.0, logit_cap=30.0, qk_norm="none")
-
-
-def vaultgemma(c: Fields) -> Described:
-    """Describe VaultGemma (arXiv 2510.15001): Gemma 2 without norms behind mixer and feed-forward."""
-    plain = gemma2(c)
-    norms = Norms("input_layernorm", "", "pre_feedforward_layernorm", "", norm=plain.norm)
-    return replace(plain, layers=tuple(replace(layer, norms=norms) for layer in plain.layers))
-
-
-def gemma3(c: Fields) -> Described:
-    """Describe Gemma 3, with a window in five layers of six, which rotate by another base, and QK norm. EmbeddingGemma
-    (arXiv 2509.20354) is one whose tokens see later ones too, within half a window on either side."""
-    local = c.number("rope_local_base_freq", 10000.0, above=1)
-    pattern = c.integer("sliding_window_pattern", 6)
-    both_ways = c.flag("use_bidirectional_attention")
-    if both_ways:
-        c = c.changed({"sliding_window": c.integer("sliding_window", 4096) // 2 + 1})  # the token itself included
-    return _gemma(c, pattern, lambda kind: rope_of_type(c, kind, 1e6, local), qk_norm="head", causal=not both_ways)
-
-
-def _gemma(
-    c: Fields,
-    pattern: int,
-    rope: Callable[[str], Rope],
-    attn_cap: float | None = None,
-    logit_cap: float | None = None,
-    **changes: Any,
-) -> Described:
-    norm, bias = rms_norm(c, plus_one=True), c.flag("attention_bias")
-    changes |= {
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "norm": norm,
-        "scale": c.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
-        "soft_cap": _cap(c, "attn_logit_softcapping", attn_cap),
-    }
-    kinds = every_nth(c, pattern)
-    mixers = {kind: attention(c, window_of(c, kind), rope=rope(kind), **changes) for kind in {*kinds}}
-    block = dense(c, activation="hidden_activation")
-    return alike(
-        [mixers[kind] for kind in kinds],
-        [block] * len(kinds),
-        replace(SANDWICH, norm=norm),
-        logit_cap=_cap(c, "final_logit_softcapping", logit_cap),
-        **_scaled_embedding(c),
-    )
-
-
-def _cap(c: Fields, name: str, default: float | None) -> float | None:
-    """Return a soft cap, `default` where the field is absent, None where it is null."""
-    if name not in c.values:
-        return default
-    return None if c.values[name] is None else c.number(name, above=0)
-
-
-def _scaled_embedding(c: Fields) -> dict[str, Any]:
-    return {"embedding_scale": math.sqrt(c.integer("hidden_size")), "rounds_embedding_scale": True}
-
-
-GEMMA_DEFAULTS: dict[str, Any] = {
-    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-}  # fmt: skip
-GEMMA1: dict[str, Any] = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-GEMMA3: dict[str, Any] = {
-    **GEMMA_DEFAULTS,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-"""Values of fields that Gemma's config.json leaves out"""
 
 
 # ---- Cohere
@@ -249,6 +159,14 @@ def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool) ->
 def arcee(c: Fields) -> Described:
     """Describe Arcee's AFM: Llama with a feed-forward without a gate."""
     return _ungated(llama(c), dense(c, c.flag("mlp_bias"), gated=False))
+
+
+def apertus(c: Fields) -> Described:
+    """Describe Apertus (arXiv 2509.14233), with norms of heads and an activation that has learned numbers."""
+    norm, bias, rope = rms_norm(c, 1e-5), c.flag("attention_bias"), read_rope(c, theta=12e6)
+    mixer = attention(c, rope=rope, qk_norm="head", qkv_bias=bias, o_bias=bias, norm=norm)
+    norms = Norms("attention_layernorm", "", "feedforward_layernorm", norm=norm)
+    return alike([mixer] * num_layers(c), [dense(c, gated=False)] * num_layers(c), norms)
 
 
 def nemotron(c: Fields) -> Described:

@@ -38,6 +38,8 @@ class Described:
     logit_cap: float | None = None
     names: tuple[tuple[str, str], ...] = ()
     """(part of a tensor's name in published files, what it is here)"""
+    transposed: tuple[str, ...] = ()
+    """ends of the names, in published files, of weights that are there [in, out]"""
 
 
 Describe = Callable[[Fields], Described]
@@ -75,6 +77,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "xielu": "xielu",
     "relu2": "relu2",
 }
 """what config.json calls an activation -> what it is here"""
@@ -87,6 +91,8 @@ def dense(
     name = c.text(activation, "silu")
     if name not in ACTIVATIONS:
         raise c.refusal(activation, f"one of {', '.join(ACTIVATIONS)}")
+    if name == "xielu" and changes.get("gated", True):
+        raise c.refusal(activation, "another activation for a feed-forward with a gate")
     return DenseMLP(c.integer("hidden_size"), c.integer(width), bias, ACTIVATIONS[name], **changes)
 
 

@@ -85,7 +85,7 @@ class ModelEntry:
 
 OF_MODEL = (
     "vision_weights", "head", "norm", "ends_normed", "text_embedding", "embedding_scale", "rounds_embedding_scale",
-    "head_bias", "logit_scale", "logit_cap", "names",
+    "head_bias", "logit_scale", "logit_cap", "names", "transposed",
 )  # fmt: skip
 """Fields of Described that are those of ModelSpec"""
 

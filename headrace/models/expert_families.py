@@ -5,6 +5,7 @@ It imports no torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from headrace.models.dense_families import (
     BEHIND,
     PARALLEL,
     USUAL,
+    every_nth,
     exaone4_attention,
     hunyuan_attention,
     layer_norm,
@@ -213,6 +215,33 @@ def ernie_moe(c: Fields) -> Described:
     norms, own = Norms(norm=norm), c.integer("num_nextn_predict_layers", 0, 0)
     guesses = head(c, LayerSpec(mixer, plain, norms), ERNIE_HEAD, last_norm=None) if own else None
     return alike([mixer] * count, blocks, norms, head=guesses)
+
+
+AFMOE_NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+
+
+def afmoe(c: Fields) -> Described:
+    """Describe AFMoE (Trinity), with gates of attention's output, positions in layers with windows alone, four norms a
+    layer, and experts chosen by sigmoids and biases."""
+    norm, rope = rms_norm(c, 1e-5), read_rope(c)
+    if c.flag("attention_bias"):
+        raise c.refusal("attention_bias", "false")
+    mixers = []
+    for kind in every_nth(c, c.integer("global_attn_every_n_layers", 4)):
+        window = window_of(c, kind, 1024)
+        turns = rope if kind == "sliding_attention" else None
+        gate = {"output_gate": True, "gate_linear": "gate_proj"}
+        mixers.append(attention(c, window, rope=turns, qk_norm="head", norm=norm, **gate))
+    shared = c.integer("num_shared_experts", 2, 0) * c.integer("moe_intermediate_size")
+    names = ExpertNames(router="router.gate", shared="shared_experts", selection="expert_bias")
+    routed = experts(
+        c, "num_experts", "moe_intermediate_size", sigmoid=True, selection_bias=True,
+        scaling=c.number("route_scale", 1.0), intermediate_size=shared, names=names,
+    )  # fmt: skip
+    first = c.integer("num_dense_layers", 1, 0)
+    blocks = [dense(c) if layer < first else routed for layer in range(len(mixers))]
+    scale = math.sqrt(c.integer("hidden_size")) if c.flag("mup_enabled") else 1.0
+    return alike(mixers, blocks, replace(AFMOE_NORMS, norm=norm), embedding_scale=scale)
 
 
 def exaone_moe(c: Fields) -> Described:

@@ -25,7 +25,7 @@ from headrace.quantization.scheme import Slot
 DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
 PROGRESS_FROM_BYTES = 1e9
-NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
+NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.(self_)?attn\.bias)$")
 """Tensors that old checkpoints hold though they follow from config.json"""
 
 

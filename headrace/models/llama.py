@@ -19,7 +19,7 @@ from headrace.layers.context import LayerContext
 from headrace.layers.embedding import EmbeddingSum, ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
-from headrace.layers.layer import Layer
+from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.mlp import GatedMLP, PlainMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import Sum, make_norm
@@ -31,6 +31,8 @@ from headrace.model_spec import LayerSpec, ModelSpec
 class LlamaDecoderLayer(Layer):
     """Computes one layer: attention, then a feed-forward, with norms before or behind them; or both at once."""
 
+    opaque = ("_scaled",)
+
     def __init__(self, index: int, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
         super().__init__()
         norms, block = layer.norms, layer.feed_forward
@@ -40,7 +42,9 @@ class LlamaDecoderLayer(Layer):
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
-        self.of_sums = norms.of_sums
+        self.of_sums, self.scaled = norms.of_sums, layer.scaled
+        if layer.scaled:
+            self.layer_scalar = empty_parameter(1, dtype=context.dtype)
         self.mixer = "self_attn"
         if isinstance(layer.mixer, mixers.RecurrentState):
             self.mixer = "linear_attn"
@@ -73,16 +77,21 @@ class LlamaDecoderLayer(Layer):
         hidden = getattr(self, self.mixer)(x, angles, metadata, kv_cache)
         if self.after_mixer:
             hidden, _ = getattr(self, self.after_mixer)(hidden)
-        if self.parallel:
-            _, residual = self.sum(hidden, residual)
-        else:
+        if not self.parallel:
             x, residual = getattr(self, self.before_block)(hidden, residual)
+        elif self.before_block != "sum":
+            x, _ = getattr(self, self.before_block)(residual)
         if self.of_sums:
             return getattr(self, self.after_block)(getattr(self, self.block)(x), x)[0], None
-        hidden = getattr(self, self.block)(x)
+        out = getattr(self, self.block)(x)
         if self.after_block:
-            hidden, _ = getattr(self, self.after_block)(hidden)
-        return hidden, residual
+            out, _ = getattr(self, self.after_block)(out)
+        if self.parallel:  # last, for the sum is written over what `before_block` norms
+            _, residual = self.sum(hidden, residual)
+        return (self._scaled(self.sum(out, residual)[1]), None) if self.scaled else (out, residual)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x.mul_(self.layer_scalar)
 
 
 class LlamaModel(Layer):

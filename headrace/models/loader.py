@@ -212,11 +212,12 @@ def _text_headers(
 ) -> tuple[Headers, Counter[str]]:
     """Return what gives the tensors of a file's header that are of text and of `stage`, or of a `head`, and a count of
     those that are not, which it fills."""
-    others, names = Counter[str](), describe(config).names if head is None else head.names
+    others, spec = Counter[str](), describe(config) if head is None else head
+    transposed = () if isinstance(spec, HeadSpec) else spec.transposed
 
     @functools.cache
     def read(file: Path) -> list[StoredTensor]:
-        kept, found = text_tensors(stored_tensors(file), config, names, head)
+        kept, found = text_tensors(stored_tensors(file), config, spec.names, transposed, head)
         others.update(found)
         if head is not None:
             return kept

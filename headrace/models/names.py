@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from headrace.model_config import ModelConfig
 
-TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+    ("model.text_model.", "model."),
+)
 """how names begin in models of more than text -> in models of text alone"""
 OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
 """how these names begin there; the others' tensors are of other parts"""
@@ -18,6 +23,14 @@ def text_name(name: str, config: ModelConfig, names: Sequence[tuple[str, str]]) 
     ModelSpec's."""
     if config.more_than_text:
         name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
+    return renamed(name, names)
+
+
+def renamed(name: str, names: Sequence[tuple[str, str]]) -> str:
+    """Return a name with its parts renamed; those of `names` that begin with ^ only at the beginning."""
     for theirs, ours in names:
-        name = name.replace(theirs, ours)
+        if not theirs.startswith("^"):
+            name = name.replace(theirs, ours)
+        elif name.startswith(theirs[1:]):
+            name = ours + name[len(theirs) - 1 :]
     return name

@@ -17,6 +17,8 @@ from headrace.pooling import HeadLayer, Pooling, PoolingKind, Squash
 
 CAUSAL, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 """How architectures end that generate, classify, and have no head"""
+GENERATING = (CAUSAL, "ForConditionalGeneration", "LMHeadModel")
+"""All endings of those that generate"""
 SETTINGS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation", "activation", "softmax")
 """What `--pooler-config` may have"""
 KINDS: dict[str, PoolingKind] = {"LAST": "last", "CLS": "cls", "MEAN": "mean"}
@@ -140,7 +142,7 @@ def runner_of(config: EngineConfig, architecture: str, sentences: Sentences) -> 
             if given not in ("auto", meant):
                 raise ConfigError(f"{name} is {given!r}, but task {config.task!r} means {meant!r}; give one of them")
         runner, convert = of_task
-    generates = architecture.endswith((CAUSAL, "ForConditionalGeneration"))
+    generates = architecture.endswith(GENERATING)
     if runner == "auto":
         runner = "pooling" if sentences.found or not generates or convert in ("embed", "classify") else "generate"
     if runner == "generate":

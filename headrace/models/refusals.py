@@ -25,18 +25,9 @@ REFUSED = {
         ("BloomForCausalLM", "MptForCausalLM", "BaichuanForCausalLM"),
         ": its scores fall with the distance of keys (ALiBi), which no kernel here computes",
     ),
-    **dict.fromkeys(
-        ("GPT2LMHeadModel", "OPTForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "XGLMForCausalLM"),
-        ": it adds an embedding of each position, for which there is no module here",
-    ),
-    **dict.fromkeys(
-        ("GPTNeoXForCausalLM", "FalconForCausalLM"),
-        ": its feed-forward has an exact GELU, and reads another norm than attention beside it",
-    ),
-    **dict.fromkeys(
-        ("GPTJForCausalLM", "CodeGenForCausalLM"),
-        ": the fields of its config.json have names of their own, which nothing here reads",
-    ),
+    "XGLMForCausalLM": ": it adds sines of each position, for which there is no module here",
+    "CodeGenForCausalLM": ": its queries, values and keys are in turn in one linear, in four parts, for which there is "
+    "no reader here",
     "PhimoeForCausalLM": ": its router, SparseMixer, weighs an expert against those with near scores alone, which no "
     "kernel here does",
     **dict.fromkeys(
@@ -57,22 +48,14 @@ REFUSED = {
     "BitNetForCausalLM": ": it norms attention's heads and the feed-forward's inner numbers, for which there are no "
     "modules here",
     "DeepseekV4ForCausalLM": ": its keys are compressed over several tokens, and it keeps several residuals",
-    **dict.fromkeys(
-        ("AfmoeForCausalLM", "LagunaForCausalLM"),
-        ": its attention has gates that are projected apart from queries, for which there is no module here",
-    ),
-    "ApertusForCausalLM": ": its activation, xIELU, has learned numbers, which no kernel here takes",
+    "LagunaForCausalLM": ": attention's output has one gate a head, a softplus, which no kernel here computes",
     **dict.fromkeys(
         ("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
         ": its layers add embeddings of their own, keep several residuals, and share keys and values",
     ),
     **dict.fromkeys(
-        (
-            "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4UnifiedForConditionalGeneration",
-            "Gemma4UnifiedForCausalLM",
-        ),
-        ": its layers have heads of different sizes and scale the residual, and add embeddings of their own or share "
-        "keys and values",
+        ("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
+        ": its layers add embeddings of their own or share keys and values",
     ),
 }  # fmt: skip
 """architecture -> why it is not served, as the end of a sentence"""

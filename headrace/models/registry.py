@@ -15,12 +15,14 @@ from headrace.models import dense_families as families
 from headrace.models import (
     descriptions,
     expert_families,
+    gpt_families,
     hybrid_families,
     latent_families,
     scaled_families,
     text_encoders,
     text_parts,
 )
+from headrace.models import gemma_families as gemmas
 from headrace.models.descriptions import Describe
 from headrace.models.encoders import gemma3_vision
 from headrace.models.entry import ModelEntry
@@ -54,7 +56,8 @@ TIED = {"tie_word_embeddings": True}
 HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
 ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias", o_bias=True)
 
-GEMMA3_VISION = text_parts.text_part_of({"gemma3_text": families.gemma3}, gemma3_vision)
+GLM_VISION = text_parts.text_part_of({"glm4v_text": families.glm4, "glm4v_moe_text": expert_families.glm4_moe})
+GEMMA3_VISION = text_parts.text_part_of({"gemma3_text": gemmas.gemma3}, gemma3_vision)
 
 QWEN_EXPERTS = descriptions.qwen_experts_and_shared
 QWEN3_NEXT: Describe = partial(hybrid_families.qwen_hybrid, by_key_head=True, feed_forwards=QWEN_EXPERTS)
@@ -102,10 +105,12 @@ MODELS = (
         "GptOssForCausalLM", descriptions.gpt_oss, *LLAMA,
         needs=(KV_HEADS, "head_dim", "num_local_experts", PER_TOKEN, "rms_norm_eps"),
     ),
-    ModelEntry("GemmaForCausalLM", families.gemma, *LLAMA, defaults=families.GEMMA1),
-    ModelEntry("Gemma2ForCausalLM", families.gemma2, *LLAMA, defaults=families.GEMMA_DEFAULTS),
-    ModelEntry("Gemma3ForCausalLM", families.gemma3, *LLAMA, defaults=families.GEMMA3),
-    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=families.GEMMA3),
+    ModelEntry("GemmaForCausalLM", gemmas.gemma, *LLAMA, defaults=gemmas.GEMMA1),
+    ModelEntry("Gemma2ForCausalLM", gemmas.gemma2, *LLAMA, defaults=gemmas.GEMMA_DEFAULTS),
+    ModelEntry("Gemma3ForCausalLM", gemmas.gemma3, *LLAMA, defaults=gemmas.GEMMA3),
+    ModelEntry("Gemma3ForConditionalGeneration", GEMMA3_VISION, *LLAMA, defaults=gemmas.GEMMA3),
+    ModelEntry("Gemma4ForCausalLM", gemmas.gemma4, *LLAMA, (KV_HEADS,), gemmas.GEMMA_DEFAULTS),
+    ModelEntry("Gemma4ForConditionalGeneration", gemmas.gemma4, *LLAMA, (KV_HEADS,), gemmas.GEMMA_DEFAULTS),
     ModelEntry("Mistral3ForConditionalGeneration", MISTRAL3, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
     ModelEntry("Qwen2_5_VLForConditionalGeneration", QWEN2, *LLAMA, (KV_HEADS,)),
@@ -113,6 +118,13 @@ MODELS = (
     ModelEntry("InternVLForConditionalGeneration", text_parts.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
     ModelEntry("LlavaForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
     ModelEntry("LlavaNextForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
+    ModelEntry("LlavaNextVideoForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
+    ModelEntry("LlavaOnevisionForConditionalGeneration", text_parts.text_part_of(INTERNVL), *LLAMA, (KV_HEADS,)),
+    ModelEntry("VipLlavaForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, defaults=OF_VICUNA),
+    ModelEntry("Idefics3ForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, (KV_HEADS,)),
+    ModelEntry("SmolVLMForConditionalGeneration", text_parts.text_part_of(LLAVA), *LLAMA, (KV_HEADS,)),
+    ModelEntry("Exaone4_5_ForConditionalGeneration", families.exaone4, *LLAMA, (KV_HEADS,)),
+    ModelEntry("Glm46VForConditionalGeneration", GLM_VISION, *LLAMA, (KV_HEADS,)),
     ModelEntry("Glm4vForConditionalGeneration", families.glm4, *LLAMA, (KV_HEADS,)),
     ModelEntry("Glm4vMoeForConditionalGeneration", expert_families.glm4_moe, *LLAMA, (KV_HEADS,)),
     ModelEntry("CohereForCausalLM", families.cohere, *LLAMA, defaults=TIED),
@@ -135,6 +147,7 @@ MODELS = (
         (KV_HEADS, "head_dim"), {"attention_bias": True},
     ),
     ModelEntry("ArceeForCausalLM", families.arcee, *LLAMA, (KV_HEADS,), {"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    ModelEntry("ApertusForCausalLM", families.apertus, *LLAMA, (KV_HEADS,), {"hidden_act": "xielu"}),
     ModelEntry("NemotronForCausalLM", families.nemotron, *LLAMA, defaults={"hidden_act": "relu2"}),
     ModelEntry("Starcoder2ForCausalLM", families.starcoder2, *LLAMA, (KV_HEADS,), families.STARCODER2),
     ModelEntry("HeliumForCausalLM", HELIUM, *LLAMA, (KV_HEADS, "head_dim")),
@@ -159,7 +172,7 @@ MODELS = (
     _llama(
         "CwmForCausalLM", KV_HEADS, "head_dim", windows=families.cwm_window, qkv_bias=False, o_bias=False, theta=1e6,
     ),
-    ModelEntry("VaultGemmaForCausalLM", families.vaultgemma, *LLAMA, defaults=families.GEMMA_DEFAULTS),
+    ModelEntry("VaultGemmaForCausalLM", gemmas.vaultgemma, *LLAMA, defaults=gemmas.GEMMA_DEFAULTS),
     ModelEntry("Jais2ForCausalLM", families.jais2, *LLAMA, (KV_HEADS,), {"hidden_act": "relu2"}),
     ModelEntry("HunYuanDenseV1ForCausalLM", families.hunyuan, *LLAMA),
     ModelEntry("HunYuanMoEV1ForCausalLM", expert_families.hunyuan_moe, *LLAMA, ("num_experts", "moe_topk")),
@@ -169,12 +182,21 @@ MODELS = (
         "SolarOpenForCausalLM", partial(expert_families.glm4_moe, share=1.0, dense_layers=0), *LLAMA,
         (KV_HEADS, "head_dim", PER_TOKEN),
     ),
+    ModelEntry("AfmoeForCausalLM", expert_families.afmoe, *LLAMA, (KV_HEADS, "head_dim", PER_TOKEN)),
     ModelEntry("ExaoneMoeForCausalLM", expert_families.exaone_moe, *LLAMA, (KV_HEADS, PER_TOKEN), EXAONE_MOE),
     ModelEntry("MellumForCausalLM", expert_families.mellum, *LLAMA, (KV_HEADS, "head_dim", PER_TOKEN)),
     ModelEntry("Cohere2MoeForCausalLM", expert_families.cohere2_moe, *LLAMA, (PER_TOKEN,), COHERE_MOE),
     ModelEntry("FlexOlmoForCausalLM", expert_families.flex_olmo, *LLAMA, (PER_TOKEN,)),
     ModelEntry("GraniteSWAForCausalLM", scaled_families.granite_swa, *LLAMA, (KV_HEADS,), TIED),
     ModelEntry("GraniteMoeSWAForCausalLM", GRANITE_MOE_SWA, *LLAMA, (KV_HEADS, PER_TOKEN)),
+    ModelEntry("GPT2LMHeadModel", gpt_families.gpt2, *LLAMA, defaults=gpt_families.TIED),
+    ModelEntry("GPTBigCodeForCausalLM", gpt_families.gpt_bigcode, *LLAMA, defaults=gpt_families.TIED),
+    ModelEntry("GPTNeoForCausalLM", gpt_families.gpt_neo, *LLAMA, defaults=gpt_families.TIED),
+    ModelEntry("GPTJForCausalLM", gpt_families.gptj, *LLAMA, defaults=gpt_families.GELU_NEW),
+    ModelEntry("GPTNeoXForCausalLM", gpt_families.gpt_neox, *LLAMA, defaults={"hidden_act": "gelu"}),
+    ModelEntry("OPTForCausalLM", gpt_families.opt, *LLAMA, defaults=gpt_families.OPT),
+    ModelEntry("FalconForCausalLM", gpt_families.falcon, *LLAMA, defaults=gpt_families.FALCON),
+    ModelEntry("InternLM2ForCausalLM", gpt_families.internlm2, *LLAMA, (KV_HEADS,)),
     ModelEntry("HyperCLOVAXForCausalLM", scaled_families.hyperclovax, *LLAMA),
     ModelEntry("MiniCPMForCausalLM", scaled_families.minicpm, *LLAMA),
     ModelEntry("MiniCPM3ForCausalLM", scaled_families.minicpm3, *LLAMA),

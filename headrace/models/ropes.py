@@ -16,6 +16,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 """rope_type -> the fields that it needs"""
 OTHER_NAMES = {"mrope": "default", "su": "longrope"}
@@ -57,6 +58,8 @@ def scaled(c: Fields, rope: Rope, scaling: Fields) -> Rope:
     held: dict[str, Any] = {
         name: scaling.values[name] for name in (*NUMBERS, *OTHER_FIELDS) if scaling.values.get(name) is not None
     }
+    if kind == "proportional":
+        held["partial_rotary_factor"], rope = rope.share, replace(rope, share=1.0)
     if kind in ("yarn", "longrope"):
         held |= _stretch(c, scaling)
     if kind == "longrope":

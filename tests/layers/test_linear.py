@@ -26,6 +26,7 @@ from headrace.layers.linear import (
     RowParallelLinear,
 )
 from headrace.layers.norm import RMSNorm
+from headrace.mixers import Attention
 from headrace.quantization.formats import FORMATS
 from headrace.quantization.fp8 import fp8 as fp8_scheme
 
@@ -78,7 +79,7 @@ def test_qkv_goes_by_heads_and_kv_heads_are_repeated(size: int, kv_of_rank: list
         for name in "qkv"
     }
     for group, kv in zip(ranks(size), kv_of_rank, strict=True):
-        made = QKVParallelLinear(6, heads, kv_heads, dim, group, F32, bias=True)
+        made = QKVParallelLinear(Attention(6, heads, kv_heads, dim, qkv_bias=True), group, F32)
         y = filled(made, "attn.qkv_proj", tensors)(x).unflatten(1, (-1, dim))
         share = heads // size
         q = whole["q"][:, group.rank * share : (group.rank + 1) * share]
@@ -128,8 +129,8 @@ def test_a_soft_cap_bounds_logits_and_keeps_their_order() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda group: QKVParallelLinear(8, 4, 4, 2, group, F32, False), "3 does not divide num_attention_heads"),
-        (lambda group: QKVParallelLinear(8, 6, 2, 2, group, F32, False), "3 must divide num_key_value_heads"),
+        (lambda group: QKVParallelLinear(Attention(8, 4, 4, 2), group, F32), "3 does not divide num_attention_heads"),
+        (lambda group: QKVParallelLinear(Attention(8, 6, 2, 2), group, F32), "3 must divide num_key_value_heads"),
         (lambda group: RowParallelLinear(8, 8, group, F32, False), "3 does not divide the inputs"),
         (lambda group: MergedColumnParallelLinear(8, {"up_proj": 8}, group, F32, False), "the outputs of up_proj"),
     ],

@@ -24,6 +24,8 @@ from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.loader import load_model
+from headrace.models.names import renamed
+from headrace.models.served import describe
 from headrace.quantization.formats import PLAIN
 from headrace.quantization.fp8 import RoundingProduct
 
@@ -118,6 +120,8 @@ class RoundInputs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.linear, Tensor.matmul, torch.bmm) and args[1].untyped_storage().data_ptr() in self.held:
             args = rounded(args[0]), *args[1:]
+        if func is torch.addmm and args[2].untyped_storage().data_ptr() in self.held:
+            args = args[0], rounded(args[1]), args[2]
         return func(*args, **(kwargs or {}))
 
 
@@ -133,11 +137,14 @@ def round_weights(model: torch.nn.Module, found: Driver) -> list[Tensor]:
     modules = [*model.modules()]
     turned = any(getattr(one, "is_transposed", "Llama4" in type(one).__name__) for one in modules)  # experts [in, out]
     weights = []
+    spec = describe(found.config)
     for name, weight in model.named_parameters():
-        _, _, own = name.removesuffix(".weight").rpartition("layers.")
-        if weight.dim() < 2 or own in kept or not TEXT.search(name) or OTHERS.search(own):
+        ours = renamed(name, spec.names)
+        _, _, own = ours.removesuffix(".weight").rpartition("layers.")
+        if weight.dim() < 2 or own in kept or not TEXT.search(ours) or OTHERS.search(own):
             continue
-        weight.data = rounded(weight.data, -2 if turned and weight.dim() > 2 else -1)
+        inputs_first = (turned and weight.dim() > 2) or name.endswith(spec.transposed)
+        weight.data = rounded(weight.data, -2 if inputs_first else -1)
         weights.append(weight.data)
     return weights
 

@@ -82,10 +82,10 @@ def windows(**changes: Any) -> tuple[int | None, ...]:
     return tuple(layer.mixer.window for layer in describe(config(**changes)).layers)
 
 
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+BLOOM = {"architectures": ["BloomForCausalLM"], "n_embed": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 TEXT = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
-LLAVA = {
-    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+AYA = {
+    "architectures": ["AyaVisionForConditionalGeneration"],
     "text_config": TEXT,
     "vision_config": {"hidden_size": 32},
 }
@@ -96,10 +96,10 @@ SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TE
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (GPT2, "architecture 'GPT2LMHeadModel' is not served yet"),
+        (BLOOM, "architecture 'BloomForCausalLM' is not served yet"),
         (
-            LLAVA,
-            "architecture 'LlavaOnevisionForConditionalGeneration' is a vision-language model, which is not served yet",
+            AYA,
+            "architecture 'AyaVisionForConditionalGeneration' is a vision-language model, which is not served yet",
         ),
         (IDEFICS, "architecture 'IdeficsForVisionText2Text' is a vision-language model, which is not served yet"),
         (SPEECH, "architecture 'SpeechForConditionalGeneration' is a model of more than text, which is not served yet"),
@@ -135,8 +135,8 @@ def test_a_refusal_names_the_nearest_family_and_what_it_does_not_know() -> None:
 
 def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
     assert read_served_config(DEMO_FOLDER).architecture == "LlamaForCausalLM"
-    with pytest.raises(UnsupportedModelError, match="architecture 'GPT2LMHeadModel' is not served yet"):
-        resolve(config(architectures=["GPT2LMHeadModel"]))
+    with pytest.raises(UnsupportedModelError, match="architecture 'BloomForCausalLM' is not served yet"):
+        resolve(config(architectures=["BloomForCausalLM"]))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tiny_sparse import WITH_EXPERTS
 from tiny_vision import MORE_THAN_TEXT
 
 from headrace.models.expert_families import LING
+from headrace.models.gpt_families import OF_INTERNLM2
 
 VARIANTS = DENSE | WITH_EXPERTS | LATENT_OR_STATES | MORE_THAN_TEXT
 
@@ -29,6 +30,7 @@ REFERENCES = {
     "MiniCPMForCausalLM": "GraniteForCausalLM",
     "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "InternLM2ForCausalLM": "LlamaForCausalLM",
 }
 """architecture that transformers has not, or not under the names of its checkpoint -> one that computes the same"""
 KIMI_VISION = {"vt_num_hidden_layers": 1, "vt_hidden_size": 16, "vt_intermediate_size": 16, "mm_hidden_size": 16} | {
@@ -48,6 +50,11 @@ ALIKE = {
     "MistralLarge3ForCausalLM", "CwmForCausalLM",
     "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
     "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM", "MiMoForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "GPTJForCausalLM", "FalconForCausalLM", "InternLM2ForCausalLM",
+    "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
+    "VipLlavaForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration", "Glm46VForConditionalGeneration",
 }  # fmt: skip
 """Families all of whose layers' parts others have too: what is the parts' own (two ranks) is tested of those, and of
 these in `make test-all`. A family that is not named here is tested in every way."""
@@ -90,6 +97,8 @@ def fill_at_random(model: torch.nn.Module, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2, generator=generator)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 def reference_class(architecture: str) -> Any:
@@ -105,6 +114,9 @@ def _as_published(folder: Path, architecture: str) -> None:
     if (residual := config.pop("residual_multiplier", None)) is not None:
         config["scale_emb"], config["scale_depth"] = config.pop("embedding_multiplier"), residual * 3**0.5
         config["dim_model_base"] = 64 / config.pop("logits_scaling")
+    if architecture == "InternLM2ForCausalLM":
+        config["bias"] = False
+        save_file(_as_internlm2(tensors, config["num_key_value_heads"]), file)
     if architecture == "BailingMoeV2ForCausalLM":
         _as_ling(config, tensors)
         save_file(tensors, file)
@@ -127,16 +139,28 @@ def _as_ling(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Give fields and tensors the names of Ling's checkpoints, whose queries, keys and values are one linear."""
     del config["n_routed_experts"], config["n_shared_experts"]
     config["use_qkv_bias"], config["score_function"] = config.pop("attention_bias"), "sigmoid"
-    names = {ours: theirs for theirs, ours in LING}
     for name in [*tensors]:
         if ".q_proj." in name:
             parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
             tensors[name.replace(".self_attn.q_proj.", ".attention.query_key_value.")] = torch.cat(parts)
     for name in [*tensors]:
-        tensor, new = tensors.pop(name), name
-        for ours, theirs in names.items():
-            new = new.replace(ours, theirs)
-        tensors[new] = tensor
+        tensors[_renamed_back(name, LING)] = tensors.pop(name)
+
+
+def _as_internlm2(tensors: dict[str, torch.Tensor], kv_heads: int) -> dict[str, torch.Tensor]:
+    """Give tensors InternLM 2's names, and each KV head's rows their place behind the queries that use them."""
+    for name in [*tensors]:
+        if ".q_proj." in name:
+            parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+            in_turn = torch.cat([part.unflatten(0, (kv_heads, -1)) for part in parts], dim=1)
+            tensors[name.replace(".q_proj.", ".qkv_proj.")] = in_turn.flatten(0, 1)
+    return {_renamed_back(name, OF_INTERNLM2): tensor for name, tensor in tensors.items()}
+
+
+def _renamed_back(name: str, names: tuple[tuple[str, str], ...]) -> str:
+    for theirs, ours in names:
+        name = name.replace(ours, theirs.removeprefix("^"))
+    return name
 
 
 @torch.inference_mode()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_fields import ALPHA_ROPE, GRANITE, LLAMA3_ROPE, ODD, OLMO3_ROPE, YARN_ROPE
+from tiny_fields import ALPHA_ROPE, GEMMA4, GRANITE, LLAMA3_ROPE, ODD, OLMO3_ROPE, YARN_ROPE
 
+MANY_HEADS = ODD | {"num_key_value_heads": 4}
+"""as many KV heads as there are queries"""
 DENSE: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -58,6 +60,10 @@ DENSE: dict[str, dict[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
+    },
+    "Gemma4ForCausalLM": {
+        "keys-are-values": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "own-values": GEMMA4 | {"final_logit_softcapping": 2.0},
     },
     "CohereForCausalLM": {
         "qk-norm": ODD | {"use_qk_norm": True, "logit_scale": 0.3},
@@ -115,6 +121,7 @@ DENSE: dict[str, dict[str, dict[str, Any]]] = {
     },
     "SeedOssForCausalLM": {"biased": ODD | {"head_dim": 24, "pad_token_id": 0}},
     "ArceeForCausalLM": {"biased": ODD | {"head_dim": 24, "attention_bias": True, "mlp_bias": True}},
+    "ApertusForCausalLM": {"xielu": ODD | {"num_key_value_heads": 1, "hidden_act": "xielu", "pad_token_id": 0}},
     "NemotronForCausalLM": {"half-rotated": ODD | {"head_dim": 24, "num_key_value_heads": 1}},
     "Starcoder2ForCausalLM": {
         "windows": ODD | {"sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -140,6 +147,28 @@ DENSE: dict[str, dict[str, dict[str, Any]]] = {
     "GraniteSWAForCausalLM": {
         "sinks": GRANITE | {"sliding_window": 9, "layer_rope_theta": [900.0, 0, 300.0], "tie_word_embeddings": True},
     },
+    "GPT2LMHeadModel": {
+        "by-layer": MANY_HEADS | {"n_inner": 72, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True}
+    },
+    "GPTBigCodeForCausalLM": {
+        "one-kv-head": MANY_HEADS | {"n_inner": 72, "multi_query": True, "tie_word_embeddings": True},
+        "in-turn": MANY_HEADS | {"n_inner": 72, "multi_query": False, "tie_word_embeddings": True},
+    },
+    "GPTNeoForCausalLM": {
+        "windows": MANY_HEADS
+        | {"attention_types": [[["global", "local", "local"], 1]], "window_size": 9, "tie_word_embeddings": True},
+    },
+    "GPTJForCausalLM": {"part-rotated": MANY_HEADS | {"n_inner": 72, "rotary_dim": 8}},
+    "GPTNeoXForCausalLM": {"two-norms": MANY_HEADS, "in-line": MANY_HEADS | {"use_parallel_residual": False}},
+    "OPTForCausalLM": {"positions": MANY_HEADS | {"ffn_dim": 72, "tie_word_embeddings": True, "pad_token_id": 0}},
+    "FalconForCausalLM": {
+        "two-norms": MANY_HEADS
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_key_value_heads": 2}
+        | {"ffn_hidden_size": 72, "bias": True},
+        "one-kv-head": MANY_HEADS | {"ffn_hidden_size": 72, "tie_word_embeddings": True},
+        "in-line": MANY_HEADS | {"ffn_hidden_size": 72, "parallel_attn": False, "multi_query": False},
+    },
+    "InternLM2ForCausalLM": {"in-turn": ODD | {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}}},
     "HyperCLOVAXForCausalLM": {
         "post-norms": GRANITE | {"head_dim": 24, "num_key_value_heads": 1, "logits_scaling": 0.3},
         "plain": GRANITE | {"use_post_norm": False},

@@ -140,6 +140,12 @@ WITH_EXPERTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"head_dim": 24, "num_key_value_heads": 1, "attention_bias": True}
         | {"n_routed_experts": 15, "n_group": 5, "topk_group": 2, "num_experts_per_tok": 4},
     },
+    "AfmoeForCausalLM": {
+        "gates": ODD
+        | {"num_hidden_layers": 4, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 9}
+        | {"global_attn_every_n_layers": 3, "mup_enabled": True, "route_scale": 2.5}
+        | {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 1},
+    },
     "ExaoneMoeForCausalLM": {
         "windows": ODD
         | {"num_hidden_layers": 4, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 9}

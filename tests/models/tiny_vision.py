@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_fields import DELTA, LATENT, LLAMA4, ODD, QWEN_EXPERTS, YARN_ROPE
+from tiny_fields import DELTA, GEMMA4, LATENT, LLAMA4, ODD, QWEN_EXPERTS, YARN_ROPE
 
 VISION = {
     "hidden_size": 16,
@@ -34,6 +34,9 @@ MORE_THAN_TEXT: dict[str, dict[str, dict[str, Any]]] = {
         "text": ODD
         | {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 9, "sliding_window_pattern": 2}
         | {"vision_config": SIGLIP, "outer": {"mm_tokens_per_image": 4}},
+    },
+    "Gemma4ForConditionalGeneration": {
+        "text": GEMMA4 | {"attention_k_eq_v": True, "vision_config": VISION, "outer": {"audio_config": None}},
     },
     "Mistral3ForConditionalGeneration": {
         "text": ODD
@@ -74,6 +77,27 @@ MORE_THAN_TEXT: dict[str, dict[str, dict[str, Any]]] = {
     },
     "LlavaNextForConditionalGeneration": {
         "mistral": ODD | {"model_type": "mistral", "sliding_window": None, "head_dim": 24} | {"vision_config": CLIP},
+    },
+    "LlavaNextVideoForConditionalGeneration": {
+        "llama": ODD | {"model_type": "llama", "head_dim": 24} | {"vision_config": CLIP},
+    },
+    "LlavaOnevisionForConditionalGeneration": {
+        "qwen2": ODD | {"model_type": "qwen2", "num_key_value_heads": 1} | {"vision_config": SIGLIP},
+    },
+    "VipLlavaForConditionalGeneration": {
+        "llama": ODD | {"model_type": "llama", "num_key_value_heads": 1} | {"vision_config": CLIP},
+    },
+    "Idefics3ForConditionalGeneration": {"llama": ODD | {"model_type": "llama", "vision_config": VISION}},
+    "SmolVLMForConditionalGeneration": {"llama": ODD | {"model_type": "llama", "vision_config": VISION}},
+    "Exaone4_5_ForConditionalGeneration": {
+        "windows": ODD
+        | {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 3, "num_key_value_heads": 1}
+        | {"vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}},
+    },
+    "Glm46VForConditionalGeneration": {
+        "text": ODD
+        | {"model_type": "glm4v_text", "head_dim": 16, "pad_token_id": 0, "vision_config": GLM_VISION}
+        | {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
     },
     "Glm4vForConditionalGeneration": {
         "text": ODD

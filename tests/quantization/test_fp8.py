@@ -19,6 +19,7 @@ from headrace.kernels.fp8 import LARGEST, Quantized, Rounding, quantize_per_toke
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
+from headrace.mixers import Attention
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.quantization import fp8, stored
@@ -96,7 +97,7 @@ def test_what_a_gpu_holds_and_what_a_cpu_emulates_are_one(per_channel: bool, gen
     for factor, (name, size) in enumerate(zip(names, (64, 32, 32), strict=True), 1):
         tensors[f"{name}.weight"] = torch.randn(size, 64, generator=generator) * factor
     layers = [
-        made(QKVParallelLinear(64, 4, 2, 16, ALONE, torch.float32, False), tensors, per_channel, emulates)
+        made(QKVParallelLinear(Attention(64, 4, 2, 16), ALONE, torch.float32), tensors, per_channel, emulates)
         for emulates in (True, False)
     ]
     # The two scale before and after their sums: terms of size 100 that cancel leave fp32's rounding of the terms.
