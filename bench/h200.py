@@ -58,11 +58,12 @@ from h200_parts.settings import Settings
 
 PARTS_OF_ROWS = {spec.part for spec in SPECS.values()}
 ENGINE_PARTS = {
-    **{name: name for name in MODELS},
+    **{name: name for name, model in MODELS.items() if model.batches},
     **{f"throughput-{name}": name for name in MODELS if f"throughput-{name}" in PARTS_OF_ROWS},
     "idle": "bf16",
-    **{f"profile-{name}": name for name in MODELS if name != "bf16"},
-    "drafts": "bf16",
+    **{f"profile-{name}": name for name, model in MODELS.items() if model.batches and name != "bf16"},
+    "drafts": "8b-eagle3",
+    "drafts-70b": "70b-eagle3",
 }
 """part -> the model whose engine it runs on"""
 FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, "serve", "numerics", "ceilings")
@@ -163,7 +164,7 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                     prefill_rows(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)
-            elif run.part == "drafts":
+            elif bench.model.drafted:
                 draft_rows(bench)
             else:
                 idle_rows(bench)

@@ -1,10 +1,13 @@
-"""Measures decode steps with drafts, and tokens where a known share of the drafts is right."""
+"""Measures decodes whose next tokens an EAGLE-3 head or n-grams guess, where a script says how many guesses are right:
+weights are random, so that none would be by itself."""
 
 from __future__ import annotations
 
 import gc
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,30 +19,31 @@ from headrace.planner.draft_costs import DraftCosts
 from headrace.planner.served import deployment_of
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.draft_length import DraftLength
-from headrace.spec_decode.drafter import rows_of
+from headrace.spec_decode.drafter import Drafter, rows_of, shortened
 from headrace.spec_decode.ngram import NgramDrafter
 
-BATCHES = (1, 8, 32)
-LOADED = (128, 256)
-"""Requests at once for which it depends on what is right whether guessing pays"""
 ADAPTIVE, RATE = (0, 2, 3), 0.4
 """Numbers of guesses that a step may have, and how often one is right if those before it were"""
-LOOKED_UP = 5
+GUESSES, LOOKED_UP = 3, 5
+"""tokens that a head guesses, and that are looked up"""
 ALLOWED, OTHER = 7, 11
 """Tokens: the one that a forced request writes, and one that it does not."""
+FORCED = SamplingParams(temperature=0.0, allowed_token_ids=[ALLOWED], ignore_eos=True, detokenize=False)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 RANDOM = SamplingParams(temperature=1.0, seed=0, ignore_eos=True, detokenize=False)
 """Writes what cannot be looked up: a model of random weights draws any of its tokens"""
-FORCED = SamplingParams(temperature=0.0, allowed_token_ids=[ALLOWED], ignore_eos=True, detokenize=False)
+Script = Callable[[Any, Any], Any]
+"""(numbers from 0 to 65535 that look random # [R, k], places 0 to k - 1 # [k]) -> which guesses are right # [R, k]"""
 
 
 class StaleDrafter:
     """Drafts whatever its rows held before, at no cost: the step is measured, not a drafter."""
 
+    num_layers = most_lag = 0
+    taps = False
+
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
-        self.num_layers = 0
-        self.taps = False
 
     def hidden_states(self, num_tokens: int, device: Any) -> None:
         pass
@@ -47,111 +51,143 @@ class StaleDrafter:
     def fill(self, input_ids: Any, metadata: Any, tables: Any) -> None:
         pass
 
+    def catch_up(self, tables: Any, rows: Any, lags: Any, hidden: Any) -> None:
+        pass
+
     def propose(self, tables: Any, batch: Any, sampled: Any) -> None:
         pass
 
 
-class ForcedDrafter(StaleDrafter):
-    """Drafts of which `right` are what a FORCED request writes, and the next is not, at the cost of three kernels."""
+class Scripted:
+    """Lets a drafter guess, at its cost and that of some small kernels, and then puts in place of its guesses such that
+    a FORCED request accepts those that the script calls right."""
 
-    def __init__(self, num_drafts: int, right: int) -> None:
-        super().__init__(num_drafts)
-        self.guesses = [ALLOWED] * right + [OTHER] * (num_drafts - right)
+    def __init__(self, drafter: Drafter, script: Script) -> None:
+        self.drafter, self.script, self.num_drafts = drafter, script, drafter.num_drafts
+        self.num_layers, self.taps, self.most_lag = drafter.num_layers, drafter.taps, drafter.most_lag
+        self.hidden_states, self.fill, self.catch_up = drafter.hidden_states, drafter.fill, drafter.catch_up
 
-    def propose(self, tables: Any, batch: Any, sampled: Any) -> None:
+    def propose(self, tables: Any, batch: Any, sampled: Any) -> Any:
         import torch
 
-        if isinstance(self.guesses, list):
-            self.guesses = torch.tensor(self.guesses, dtype=torch.int32, device=batch.rows.device)
-            self.places = torch.arange(self.num_drafts, device=batch.rows.device)
-        rows = rows_of(batch, sampled).long()
-        tables.token_table[rows[:, None], tables.num_known[rows, None] + self.places] = self.guesses
+        last = shortened(self.drafter, self.num_drafts).propose(tables, batch, sampled)
+        if self.num_drafts:
+            rows = rows_of(batch, sampled).long()[:, None]
+            place = torch.arange(self.num_drafts, device=rows.device)
+            known = tables.num_known[rows] + place
+            mixed = known * 2654435761 + rows * 40503  # so that no graph needs a generator of random numbers
+            mixed = ((mixed ^ (mixed >> 15)) * 2246822519 >> 16) & 0xFFFF
+            wrong = ~self.script(mixed, place)
+            tables.token_table[rows, known] = (ALLOWED + (OTHER - ALLOWED) * wrong).int()
+        return last
 
 
-class ChanceDrafter(ForcedDrafter):
-    """Drafts of which each is what a FORCED request writes with a chance of `rate`, at the cost of some kernels."""
+def first_right(count: int, mixed: Any, place: Any) -> Any:
+    """Call the first `count` guesses right."""
+    return (mixed >= 0) & (place < count)
 
-    def __init__(self, num_drafts: int, rate: float) -> None:
-        super().__init__(num_drafts, 0)
-        self.rate = rate
 
-    def propose(self, tables: Any, batch: Any, sampled: Any) -> None:
-        import torch
+def one_or_two_right(mixed: Any, place: Any) -> Any:
+    """Call one guess right or, as often, two: 2.5 tokens a step."""
+    return place < 1 + (mixed[:, :1] & 1)
 
-        rows = rows_of(batch, sampled).long()
-        chance = torch.rand(len(rows), self.num_drafts, device=rows.device)
-        places = tables.num_known[rows, None] + torch.arange(self.num_drafts, device=rows.device)
-        tables.token_table[rows[:, None], places] = torch.where(chance < self.rate, ALLOWED, OTHER).int()
+
+def with_chance(rate: float, mixed: Any, place: Any) -> Any:
+    """Call each guess right with a chance of `rate`."""
+    return mixed < int(rate * 65536)
 
 
 def draft_rows(bench: Bench) -> None:
-    """Time steps without and with drafts, and tokens where a known share of guesses is right. Leaves the engine with
-    drafts, so it comes last.
-
-    Time and steps are of the same runs: a stale draft may be accepted by chance, and then a run takes fewer steps.
-    """
-    name = bench.model.name
-    for num_drafts in (0, 3):
-        use_drafts(bench.core, StaleDrafter(num_drafts) if num_drafts else None)
-        for batch in BATCHES:
-            time_steps(bench, f"drafts/{name}/{num_drafts}/{batch}", batch, GREEDY)
-    for right in (0, 1, 2):
-        use_drafts(bench.core, ForcedDrafter(3, right))
-        for batch in BATCHES:
-            time_steps(bench, f"drafts/{name}/right-{right}-of-3/{batch}", batch, FORCED)
-    propose = bench.core._executor._worker.kernels.propose_ngram
-    for drafter, label in ((None, "plain"), (NgramDrafter(LOOKED_UP, 2, 4, propose), "ngram")):
-        use_drafts(bench.core, drafter)
-        time_steps(bench, f"drafts/{name}/{label}-none/1", 1, RANDOM)
-        time_steps(bench, f"drafts/{name}/{label}-all/1", 1, FORCED)
-        for batch in BATCHES[1:] if drafter is None else ():
-            time_steps(bench, f"drafts/{name}/{label}-all/{batch}", batch, FORCED)
-    for batch in LOADED:
-        use_drafts(bench.core, None)
-        time_tokens(bench, f"drafts/{name}/plain/{batch}", batch)
-        use_drafts(bench.core, ChanceDrafter(ADAPTIVE[-1], RATE), adapts(bench))
-        time_tokens(bench, f"drafts/{name}/adaptive/{batch}", batch)
+    """Time steps and tokens without and with guesses of a head. Leaves the engine with guesses, so it comes last."""
+    name, core = bench.model.name, bench.core
+    head = head_of(core)
+    for batch in bench.model.drafted:
+        use_drafts(core, None)
+        time_steps(bench, f"drafts/{name}/0/{batch}", batch)
+        time_tokens(bench, f"drafts/{name}/plain/{batch}", batch, FORCED)
+        use_drafts(core, StaleDrafter(GUESSES))
+        verifying = time_steps(bench, f"drafts/{name}/3/{batch}", batch)
+        use_drafts(core, head)
+        both = time_steps(bench, f"drafts/{name}/3-by-head/{batch}", batch)
+        bench.emit(Result(f"drafts/{name}/pass/{batch}", (both - verifying) / GUESSES))
+        use_drafts(core, Scripted(head, one_or_two_right))
+        time_tokens(bench, f"drafts/{name}/eagle3/{batch}", batch, FORCED)
+    for batch in bench.model.loaded:
+        use_drafts(core, None)
+        time_tokens(bench, f"drafts/{name}/plain/{batch}", batch, FORCED, 4)
+        use_drafts(core, Scripted(head, partial(with_chance, RATE)), adapts(bench))
+        time_tokens(bench, f"drafts/{name}/adaptive/{batch}", batch, FORCED, 4)
+    if bench.model.loaded:
+        looked_up_rows(bench, name)
 
 
-def time_steps(bench: Bench, name: str, batch: int, params: SamplingParams) -> None:
-    """Emit the milliseconds of a step; its note says the tokens of a step and the milliseconds of a token."""
-    settings = bench.settings
-    output_len = settings.tokens(OUTPUT)
+def looked_up_rows(bench: Bench, name: str) -> None:
+    """Time tokens of one request that are looked up: of 5 guesses 4 are right; or none, as what it draws is nowhere."""
+    core = bench.core
+    looks_up = NgramDrafter(LOOKED_UP, 2, 4, core._executor._worker.kernels.propose_ngram)
+    use_drafts(core, Scripted(looks_up, partial(first_right, 4)))
+    time_tokens(bench, f"drafts/{name}/ngram-4-of-5/1", 1, FORCED)
+    use_drafts(core, None)
+    time_tokens(bench, f"drafts/{name}/plain-random/1", 1, RANDOM)
+    use_drafts(core, looks_up)
+    time_tokens(bench, f"drafts/{name}/ngram-none/1", 1, RANDOM)
+
+
+def head_of(core: Any) -> Any:
+    """Return the drafter of the engine's head."""
+    from headrace.spec_decode.head import HeadDrafter
+
+    worker = core._executor._worker
+    context = worker.draft_context
+    return HeadDrafter(worker.draft, context.specs, GUESSES, context.dtype, worker.kernels)
+
+
+def time_steps(bench: Bench, name: str, batch: int) -> float:
+    """Emit and return the milliseconds of a step of GREEDY requests. Time and steps are of the same runs, for a guess
+    may be right by chance, and then a run takes fewer steps."""
+    runs = several(bench, batch, GREEDY)
+    samples = [1000 * seconds / steps for seconds, steps in runs.timed]
+    bench.emit(Result(name, median(samples), samples, {"output": runs.tokens}, notes=[runs.note]))
+    return median(samples)
+
+
+def time_tokens(bench: Bench, name: str, batch: int, params: SamplingParams, times: int = 1) -> None:
+    """Emit output tokens a second of runs that are `times` as long as others: where guesses adapt it takes a while
+    until it is known what pays."""
+    runs = several(bench, batch, params, times)
+    rates = [runs.tokens / len(runs.timed) / seconds for seconds, _ in runs.timed]
+    bench.emit(Result(name, median(rates), rates, {"output": runs.tokens}, notes=[runs.note]))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Holds what some runs of the same requests took, without their prompts."""
+
+    timed: list[tuple[float, int]]
+    """seconds and steps of each"""
+    tokens: int
+    """of all runs together"""
+    note: str
+
+
+def several(bench: Bench, batch: int, params: SamplingParams, times: int = 1) -> Runs:
+    """Run `batch` requests some times, and twice before to warm up: a graph size is captured at its second use."""
+    settings, watch = bench.settings, bench.core._watch
+    output_len = times * settings.tokens(OUTPUT)
     prompts = bench.prompts(settings.requests(batch), settings.tokens(INPUT))
-    for length in (1, output_len, 1, output_len):  # a graph size is captured at its second use
-        timed(bench, prompts, length, params)
-    samples, steps = [], 0
-    for _ in range(settings.repeats):
+    finished, seconds, found = watch.finished, list[float](), []
+    for _ in range(2 + settings.repeats):
         first, _ = timed(bench, prompts, 1, params)
-        whole, count = timed(bench, prompts, output_len, params)
-        samples.append(1000 * (whole - first) / (count - 1))
-        steps += count - 1
-    tokens = len(prompts) * (output_len - 1) * settings.repeats
-    each = tokens / steps / len(prompts)
-    notes = [f"{each:.2f} tokens a request and step, {median(samples) / each:.3f} ms a token"]
-    bench.emit(Result(name, median(samples), samples, {"output": tokens}, notes=notes))
-
-
-def time_tokens(bench: Bench, name: str, batch: int) -> None:
-    """Emit output tokens a second of forced requests, and the 99th percentile of steps: the median of runs that are
-    four times as long as others, since it takes a while until it is known what pays."""
-    settings = bench.settings
-    output_len = 4 * settings.tokens(OUTPUT)
-    prompts = bench.prompts(settings.requests(batch), settings.tokens(INPUT))
-    watch, seconds = bench.core._watch, []
-    finished = watch.finished
-    rates = []
-    for repeat in range(1 + settings.repeats):  # the first captures graphs
-        first, _ = timed(bench, prompts, 1, FORCED)
-        watch.finished = lambda *given: seconds.append(finished(*given)) or seconds[-1]
         seconds.clear()
-        whole, _ = timed(bench, prompts, output_len, FORCED)
+        watch.finished = lambda *given: seconds.append(finished(*given)) or seconds[-1]
+        whole, count = timed(bench, prompts, output_len, params)
         del watch.finished
-        if repeat:
-            rates.append(len(prompts) * (output_len - 1) / (whole - first))
-    slow = sorted(seconds)[int(0.99 * len(seconds))]
-    notes = [f"99% of steps take at most {1000 * slow:.2f} ms"]
-    bench.emit(Result(name, median(rates), rates, {"output": len(prompts) * output_len}, notes=notes))
+        found.append((whole - first, count - 1))
+    kept = found[2:]
+    tokens = len(kept) * len(prompts) * (output_len - 1)
+    each, slow = tokens / sum(steps for _, steps in kept) / len(prompts), sorted(seconds)[int(0.99 * len(seconds))]
+    note = f"{each:.2f} tokens a request and step; of the last run's steps 99% take at most {1000 * slow:.2f} ms"
+    return Runs(kept, tokens, note)
 
 
 def adapts(bench: Bench) -> DraftLength:

@@ -21,7 +21,7 @@ def in_catalogue(name: str, model_type: str) -> dict[str, Any]:
     return catalogue()[name].config | {"model_type": model_type}
 
 
-LLAMA_8B = in_catalogue("llama-3.1-8b", "llama")
+LLAMA_8B, LLAMA_70B = (in_catalogue(f"llama-3.1-{size}", "llama") for size in ("8b", "70b"))
 EIGHT_B = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
 """The 8B of the cases, which give it as many layers as they need"""
 QWEN3_30B_A3B = in_catalogue("qwen3-30b-a3b", "qwen3_moe")
@@ -42,8 +42,8 @@ BATCHES = (1, 8, 32, 128)
 
 
 BASES = {
-    "llama-3.1-8b": LLAMA_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "deepseek-v2-lite": DEEPSEEK_V2_LITE,
-    "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B,
+    "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE, "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B,
 }  # fmt: skip
 FORMATS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("formats.json").read_text())
 """name of a checkpoint's format -> its quantization_config"""
@@ -62,7 +62,11 @@ class BenchModel:
     format: str | None = None
     """of FORMATS: how the checkpoint holds weights, where `base` does not say it"""
     batches: tuple[int, ...] = BATCHES
-    """of which a decode step is measured"""
+    """of which a decode step is measured; none: the model serves a part of drafts alone"""
+    drafted: tuple[int, ...] = ()
+    """batches whose tokens an EAGLE-3 head guesses"""
+    loaded: tuple[int, ...] = ()
+    """batches for which it depends on what is right whether guessing pays"""
 
     def shape(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json."""
@@ -71,6 +75,15 @@ class BenchModel:
             return config
         counts = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config}
         return config | TOY | ({**TOY_EXPERTS, **counts} if counts else {})
+
+    def head(self, toy: bool = False) -> dict[str, Any]:
+        """Return config.json of a head like those of EAGLE-3's authors: a layer of the model's sizes, 32,000 tokens."""
+        config = self.shape(toy)
+        count, size = config["num_hidden_layers"], config["vocab_size"]
+        return config | {
+            "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": min(32000, size),
+            "eagle_aux_hidden_state_layer_ids": [2, max(1, count // 2), max(1, count - 3)],
+        }  # fmt: skip
 
     def cost(self, toy: bool = False) -> Cost:
         """Return the bytes and operations of a token."""

@@ -69,6 +69,9 @@ class Settings:
         }
         if model.quantization:
             knobs["quantization"] = model.quantization
+        if model.drafted:
+            head = self.write_config(f"{model.name}-head", model.head(self.smoke))
+            knobs["speculative_config"] = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
         if self.smoke:
             knobs |= {"device": "cpu", "cpu_kv_cache_gib": 0.1}
         return knobs | self.engine
