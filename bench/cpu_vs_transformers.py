@@ -1,6 +1,6 @@
-"""Compares headrace with transformers on this CPU, interleaved in one run: medians of several rounds.
+"""Compares headrace with transformers on this CPU, interleaved in one run: medians of five rounds.
 
-    python bench/cpu_vs_transformers.py [--rounds 5] [--output-json FILE]
+    python bench/cpu_vs_transformers.py [--output-json FILE]
 
 Prints tokens a second of both and their ratio for three loads: a 2.9M fp32 Llama with 16 prompts against the padded
 `generate`, a 200M bf16 Llama with 8 prompts against `generate_batch`, and one prompt on it against `generate`.
@@ -98,11 +98,11 @@ def rate(run: Callable[[], int], expected: int) -> float:
     return count / (time.perf_counter() - start)
 
 
-def compare(llm: LLM, model: LlamaForCausalLM, config: LlamaConfig, load: Load, rounds: int) -> dict[str, Any]:
-    """Run a load on both sides. Each round has new prompts, the same for both; the first round warms up."""
+def compare(llm: LLM, model: LlamaForCausalLM, config: LlamaConfig, load: Load) -> dict[str, Any]:
+    """Run a load on both sides. Each round has new prompts, the same for both; the first of six warms up."""
     name, count, tokens, theirs = load
     rates: list[tuple[float, float]] = []
-    for number in range(rounds + 1):
+    for number in range(6):
         prompts = prompts_for(config, count, number)
         runs = (partial(headrace_generate, llm, prompts, tokens), partial(theirs, model, prompts, tokens))
         rates.append((rate(runs[0], count * tokens), rate(runs[1], count * tokens)))
@@ -115,7 +115,6 @@ def compare(llm: LLM, model: LlamaForCausalLM, config: LlamaConfig, load: Load, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -126,7 +125,7 @@ def main() -> None:
             LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
             model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
             with LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
-                results += [compare(llm, model, config, load, args.rounds) for load in loads]
+                results += [compare(llm, model, config, load) for load in loads]
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -204,7 +204,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--merge", type=Path, metavar="DIR", help="measure nothing: print the table of DIR/*.json")
     made.add_argument("--tokenizer", help="folder of a tokenizer for the served and start rows; default: none is used")
     made.add_argument("--repeats", type=int, default=3, help="runs that a median is of")
-    made.add_argument("--client-processes", type=int, default=4, help="of the serving client")
     made.add_argument("--engine", default="{}", help="engine settings to add or change, as JSON")
     made.add_argument("--commit", help="the measured commit, where this is no git checkout")
     made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU")
@@ -237,8 +236,7 @@ def main() -> int:
         return finish(merge(read_runs(options.merge)), options.json)
     groups = grouped(chosen_parts(options))
     if len(groups) > 1:
-        own = ["--repeats", str(options.repeats), "--client-processes", str(options.client_processes)]
-        own += ["--engine", options.engine]
+        own = ["--repeats", str(options.repeats), "--engine", options.engine]
         own += [f"--{name}={value}" for name in ("tokenizer", "commit") if (value := getattr(options, name))]
         return finish(run_groups(groups, own + (["--smoke"] if options.smoke else [])), options.json)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -248,7 +246,6 @@ def main() -> int:
             smoke=options.smoke,
             repeats=options.repeats,
             tokenizer=options.tokenizer and str(Path(options.tokenizer).resolve()),
-            client_processes=options.client_processes,
             commit=options.commit,
             engine=json.loads(options.engine),
         )

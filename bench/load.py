@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("load"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quantization")
-    parser.add_argument("--ranks", type=int, default=1, help="load what the first of so many ranks would")
     options = parser.parse_args()
     folder = options.folder
     if options.make:
@@ -64,7 +63,7 @@ def main() -> None:
     for state in ("page cache dropped", "in the page cache"):
         if state == "page cache dropped":
             drop_cache(files)
-        print(f"{state}: {load(folder, num_bytes / options.ranks, disk, options)}")
+        print(f"{state}: {load(folder, num_bytes, disk, options)}")
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
@@ -124,10 +123,10 @@ def direct_read(files: list[Path], threads: int) -> float:
     return total / seconds / 1e9
 
 
-def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespace) -> str:
+def load(folder: Path, num_bytes: int, disk: float, options: argparse.Namespace) -> str:
     """Load the folder and return a line about it: how fast its weights were read."""
     device, config = torch.device(options.device), ModelConfig.from_folder(folder)
-    context = context_for(config, device, options.ranks)
+    context = context_for(config, device)
     seconds: list[float] = []
     fill = loader.fill_from_checkpoint
 

@@ -37,10 +37,10 @@ def call_tokens(before: str, after: str) -> list[str]:
     return [text[at : at + 4] for at in range(0, len(text), 4)]
 
 
-def microseconds(name: str, tokens: list[str], runs: int) -> float:
-    """The time for each token, of the fastest run."""
+def microseconds(name: str, tokens: list[str]) -> float:
+    """The time for each token, of the fastest of seven runs."""
     times = []
-    for _ in range(runs):
+    for _ in range(7):
         parser = OutputParser(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], (), False)
         start = time.perf_counter()
         for token in tokens:
@@ -54,7 +54,6 @@ def main() -> None:
     """Print a table, and write it as JSON if asked."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", type=Path, help="where to write the results")
-    options.add_argument("--runs", type=int, default=7)
     args = options.parse_args()
     rng = random.Random(0)
     plain = plain_tokens(rng)
@@ -62,7 +61,7 @@ def main() -> None:
     print(f"{'format':16}{'plain':>8}{'call':>8}   us a token")
     for name, around in CALLS.items():
         answers = {"plain": plain, "call": call_tokens(*around)}
-        rows[name] = {kind: round(microseconds(name, tokens, args.runs), 2) for kind, tokens in answers.items()}
+        rows[name] = {kind: round(microseconds(name, tokens), 2) for kind, tokens in answers.items()}
         print(f"{name:16}{rows[name]['plain']:8.2f}{rows[name]['call']:8.2f}")
     if args.json:
         machine = f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"

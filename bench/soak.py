@@ -11,7 +11,7 @@ Prints over time the resident memory of each process against its bound and what 
 (a reading beside which they were busy says little); then how many requests were lost and the slowest answers of
 /health, which a process of its own asks once a second. Exit code 1 for anything wrong that was not
 a client's own doing: a lost request (an error, a broken stream, a status other than 200 and 429), a 429 without
-Retry-After, /health slow or not 200, memory that has grown by more than --max-growth-mib, requests, KV blocks or open
+Retry-After, /health slow or not 200, memory that has grown by more than 96 MiB, requests, KV blocks or open
 files still held afterwards, a traceback in the log, or a greedy answer that has changed.
 
 Starts a server of its own (and ends it) unless --url names one; memory, files and log are then not checked.
@@ -39,6 +39,8 @@ START_SECONDS = 600
 DRAIN_SECONDS = 10
 PATIENCE_SECONDS = 600.0
 """A client that stays to the end gives up after so long, and counts as lost."""
+MOST_GROWTH_MIB = 96
+"""of each process's resident memory"""
 LINES = 60
 """that are printed of memory over time"""
 SLOWEST = 10
@@ -234,10 +236,9 @@ def memory_mib(process: psutil.Process) -> dict[str, float]:
 class Watch:
     """Checks the memory of every process over time against its first value and what it may grow by."""
 
-    def __init__(self, process: psutil.Process, max_growth: float) -> None:
+    def __init__(self, process: psutil.Process) -> None:
         self._process = process
-        self._max_growth = max_growth
-        self._bounds = {name: now + max_growth for name, now in memory_mib(process).items()}
+        self._bounds = {name: now + MOST_GROWTH_MIB for name, now in memory_mib(process).items()}
         self._told: set[str] = set()
         self._spent = self._cpu_seconds()
 
@@ -252,7 +253,7 @@ class Watch:
         """Print a line. Memory beyond its bound is a problem, once a process."""
         shown = []
         for name, now in memory_mib(self._process).items():
-            bound = self._bounds.setdefault(name, now + self._max_growth)
+            bound = self._bounds.setdefault(name, now + MOST_GROWTH_MIB)
             shown.append(f"{name} {now:.0f} of {bound:.0f} MiB")
             if now > bound and name not in self._told:
                 self._told.add(name)
@@ -287,7 +288,7 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
         # What is allocated once, under the first load, is no leak: a flood whose memory is not watched comes first.
         asyncio.run(flood(target, rate, min(seconds, 120), seed + 20_000, Tally(), None))
         check_drained(target, tally)
-        watch, files = Watch(process, options.max_growth_mib), process.num_fds()
+        watch, files = Watch(process), process.num_fds()
     spawn = multiprocessing.get_context("spawn")
     stop, (found, finds) = spawn.Event(), spawn.Pipe(duplex=False)
     asker = spawn.Process(target=ask_health, args=(target.url, stop, finds), daemon=True)
@@ -341,7 +342,6 @@ def main() -> int:
     parser.add_argument("--overload", type=float, default=2, help="times the rate that the server sustains")
     parser.add_argument("--clients", type=int, default=64, help="with one request each, to find that rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-growth-mib", type=float, default=96, help="of each process's resident memory")
     parser.add_argument("--max-health-ms", type=float, default=200, help="of the slowest answer of /health")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--api-key", default="", help="of that server")

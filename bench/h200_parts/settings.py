@@ -23,7 +23,6 @@ class Settings:
     repeats: int = 3
     tokenizer: str | None = None
     """a folder; served rows tokenize with it"""
-    client_processes: int = 4
     commit: str | None = None
     """the measured commit, where the folder is no git checkout"""
     engine: dict[str, Any] = field(default_factory=dict)
