@@ -13,7 +13,7 @@ from headrace.errors import HeadraceError, QueueFullError, RequestError
 from headrace.lora import LoRARequest
 from headrace.pooling import Pooled
 from headrace.sampling_params import SamplingParams
-from headrace.step import Logprobs
+from headrace.step import ExpertLoad, Logprobs
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,6 +379,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Grammars that were compiled."""
     mask_seconds: float = 0.0
     """Time in which a step's masks were made, while the device computed the step."""
+    expert_load: ExpertLoad = ExpertLoad()
+    """Where tokens went, in the steps that were counted."""
     problem: str = ""
     """Why the engine is unhealthy although it steps: the last steps all failed. Empty while it is healthy."""
 

@@ -139,6 +139,22 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """of the first token in the whole vocabulary; the most likely token has rank 1"""
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Counts pairs of a token and an expert to which it goes, in steps of which a sample is counted."""
+
+    of_ranks: list[int] = []
+    """by the rank that holds the expert, in all layers; empty: nothing is counted, as one rank holds all"""
+    of_busiest: int = 0
+    """those of each layer's busiest rank; with all ranks as busy it would be the mean of `of_ranks`"""
+
+    def plus(self, other: ExpertLoad) -> ExpertLoad:
+        """Return the sum of both."""
+        if not (self.of_ranks and other.of_ranks):
+            return self if self.of_ranks else other
+        sums = [one + more for one, more in zip(self.of_ranks, other.of_ranks, strict=True)]
+        return ExpertLoad(sums, self.of_busiest + other.of_busiest)
+
+
 class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """Holds what one step computed."""
 
@@ -164,6 +180,8 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """row -> the drafts behind its newest token, of rows that had masks: the next step's masks depend on them"""
     pooled: dict[int, Pooled] = {}
     """row -> what a model that pools made in this step: of its tokens, or of the text that the step completes"""
+    expert_load: ExpertLoad | None = None
+    """where this step's tokens went, if it was counted"""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

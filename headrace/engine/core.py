@@ -32,7 +32,7 @@ from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import Masks, RunnerOutput, SchedulerOutput
+from headrace.step import ExpertLoad, Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class EngineCore:
         self._config = facts.config
         self._graph_bytes: dict[str, int] = {}
         self._num_short_steps = 0
+        self._expert_load = ExpertLoad()
         self._num_received = 0
         self._num_received_tokens = 0
         self._scheduled_at: dict[str, float] = {}
@@ -225,6 +226,7 @@ class EngineCore:
                 stats.num_waiting += len(held)
                 stats.num_waiting_tokens += held.num_prompt_tokens
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
+        stats.expert_load = self._expert_load
         stats.num_grammars, stats.mask_seconds = self._grammars.num_compiled, self._grammars.mask_seconds
         if self._watch is not None:
             stats.step_times = self._watch.totals
@@ -376,6 +378,8 @@ class EngineCore:
         if result.short_of_memory:
             self._shrink_steps(step.plan)
         if step.plan.step >= 0:
+            if result.expert_load is not None:
+                self._expert_load = self._expert_load.plus(result.expert_load)
             outputs.extend(self.scheduler.update(step.plan, result))
 
     def _watch_finished(self, step: _Inflight, counts: bool) -> None:

@@ -140,6 +140,15 @@ class EngineMetrics:
         self.mask_seconds = self._counter(
             "mask_seconds", "Time in which masks of grammars were made, while the device computed.", "headrace"
         )
+        self.expert_pairs = self._metric(
+            Counter,
+            "headrace:expert_tokens",
+            "Tokens, once for each of their experts, that went to a rank's experts, in the steps that were counted.",
+            "rank",
+        )
+        self.busiest_pairs = self._counter(
+            "expert_tokens_of_busiest", "The same, of each layer's busiest rank, for which others wait.", "headrace"
+        )
         self.drafts = self._counter("spec_decode_num_drafts", "Decodes that verified guessed tokens.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Guessed tokens that were verified.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
@@ -263,6 +272,11 @@ class EngineMetrics:
             self.mask_seconds.inc(stats.mask_seconds - seen.mask_seconds)
         if stats.drafts.num_drafts != seen.drafts.num_drafts:
             self._count_drafts(seen.drafts, stats.drafts)
+        if stats.expert_load.of_ranks:
+            before = (*seen.expert_load.of_ranks, *[0] * len(stats.expert_load.of_ranks))
+            for rank, count in enumerate(stats.expert_load.of_ranks):
+                self.expert_pairs.labels(**self._labels, rank=str(rank)).inc(count - before[rank])
+            self.busiest_pairs.inc(stats.expert_load.of_busiest - seen.expert_load.of_busiest)
         if stats.graph_bytes != seen.graph_bytes:
             for kind in {*seen.graph_bytes, *stats.graph_bytes}:
                 self.graph_bytes.labels(**self._labels, kind=kind).set(stats.graph_bytes.get(kind, 0))

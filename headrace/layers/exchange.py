@@ -24,6 +24,8 @@ class Exchange:
         self._engines = engines or Group()
         self._rows = 0
         """that each brings in this step; 0: as many as this one, for all have the same step"""
+        self._num_own = 0
+        """how many of them are this one's tokens; 0: all"""
         self.is_token: Tensor | None = None
         """Which of the gathered rows are tokens, in the order of engines # [engines * most_rows] bool, always at the
         same address, so that graphs may read it; None: all are."""
@@ -40,13 +42,21 @@ class Exchange:
             self.is_token[: len(staged)].copy_(staged, non_blocking=True)
         elif self._rows:
             self.is_token.fill_(True)
-        self._rows = rows if counts else 0
+        self._rows, self._num_own = (rows, counts[self._engines.rank]) if counts else (0, 0)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all engines # [engines * rows, hidden_size] for this one's x [num_tokens, hidden_size]."""
         if self._rows > len(x):
             x = F.pad(x, (0, 0, 0, self._rows - len(x)))
         return self._engines.gather_rows(x)
+
+    def own_rows(self, gathered: Tensor) -> Tensor:
+        """Return the rows of `gathered` [engines * rows, ...] that are this engine's tokens."""
+        if self.is_token is None:
+            return gathered
+        rows = len(gathered) // self._engines.size
+        first = self._engines.rank * rows
+        return gathered[first : first + (self._num_own or rows)]
 
     def scatter(self, sums: Tensor, num_tokens: int) -> Tensor:
         """Return the sums over the ranks of what they computed for this engine's tokens # [num_tokens, hidden_size].

@@ -139,6 +139,11 @@ class SparseMoE(Layer):
         self.pending = False
         """Its output has one reader, a norm, which calls `added_to`."""
         self.kept_ids: Tensor | None = None
+        ranks = [Group(rank, group.size) for rank in range(group.size)] if context.whole_experts else [Group()]
+        self.places = [own_experts(spec.num_experts, rank) for rank in ranks]
+        """which experts each rank has something of"""
+        self.chosen: Tensor | None = None
+        """How often each expert was chosen by this engine's tokens # [num_experts] int64; None: it is not counted."""
 
     def attach(self, scheme: Scheme) -> None:
         """Let the experts have `scheme`, which also decides where they may be cut."""
@@ -302,6 +307,9 @@ class SparseMoE(Layer):
         out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
+        if self.chosen is not None:
+            own = self.exchange.own_rows(ids).flatten().long()
+            self.chosen.scatter_add_(0, own, torch.ones_like(own))
         return out
 
 

@@ -24,6 +24,7 @@ from headrace.layers.exchange import Exchange
 from headrace.pooling import Pooling
 from headrace.runner.adapters import AdapterStore
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
+from headrace.runner.expert_load import LoadCounter
 from headrace.runner.guesses import Guesses
 from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, LayerCache, allocate_kv_cache
@@ -36,7 +37,7 @@ from headrace.sampling.masks import StepMasks, step_masks
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Drafter, Tables
-from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Masks, SchedulerOutput
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, ExpertLoad, Masks, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Prompt positions whose logits over the whole vocabulary are held at once."""
@@ -83,6 +84,8 @@ class Forward:
     prompt_logprobs: dict[int, HostLogprobs]
     pooled: dict[int, Tensor]
     """by row, what a model that pools made, on the host"""
+    expert_load: Callable[[], ExpertLoad] | None = None
+    """tells where its tokens went, if it was counted"""
 
 
 class ModelRunner:
@@ -110,6 +113,7 @@ class ModelRunner:
         self.model = model
         self.adapters = adapters
         self._exchange = exchange or Exchange()
+        self._loads = LoadCounter(model, device)
         self.pipeline = pipeline or Pipeline()
         self.kernels = kernels
         self.shape = shape
@@ -213,22 +217,26 @@ class ModelRunner:
         graphs, rows = self.graphs, max(step.engine_tokens, default=0)
         if graphs is not None and rows:
             rows = graphs.padded(rows)
-        shape = None if graphs is None else graphs.shape_of(step, self._is_adapted(step), rows)
+        counted = self._loads.due
+        shape = None if graphs is None or counted else graphs.shape_of(step, self._is_adapted(step), rows)
         self._exchange.begin(step.engine_tokens, rows)
         batch = self.batch_of(step, shape)
         if self._received is not None:
             pipeline.receive(self._received[: step.num_tokens])
+        if counted:
+            self._loads.begin()
         hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
+        load = self._loads.end() if counted else None
         if self.pooler is not None:
             pooled = self.pooler.pool(self.model.compute_logits, step, batch, hidden, self.state.pools_tokens)
-            return Forward(step, batch, shape, hidden, None, {}, pooled)
+            return Forward(step, batch, shape, hidden, None, {}, pooled, load)
         if not pipeline.stage.is_last:
             pipeline.send(hidden[: step.num_tokens])
             if pipeline.stage.is_first:
                 pipeline.expect(step)
             return Forward(step, batch, shape, hidden, None, {}, {})
         prompts = self._prompt_logprobs(step, hidden)
-        return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts, {})
+        return Forward(step, batch, shape, hidden, self._logits(batch, hidden), prompts, {}, load)
 
     @torch.inference_mode()
     def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
@@ -363,6 +371,7 @@ class ModelRunner:
             event.record()
         prompts = forward.prompt_logprobs
         pending = PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
+        pending.expert_load = forward.expert_load
         if self.pooler is not None:
             pending.pooled, pending.completes = (
                 forward.pooled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from headrace.errors import HeadraceError
 from headrace.pooling import Pooled
 from headrace.sampling.logprobs import LogprobTensors
-from headrace.step import LOGITS_NOT_FINITE, Logprobs, RunnerOutput, SchedulerOutput
+from headrace.step import LOGITS_NOT_FINITE, ExpertLoad, Logprobs, RunnerOutput, SchedulerOutput
 
 REJECTED = -3
 """Stands for a token that was sampled behind a wrong draft; see also step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
@@ -107,6 +108,8 @@ class PendingStep:
     """by row, what a model that pools made # [n, width] float32 on the host"""
     completes: list[int] = field(default_factory=list)
     """rows of the texts that such a model has completed"""
+    expert_load: Callable[[], ExpertLoad] | None = None
+    """tells where its tokens went, if it was counted"""
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -135,6 +138,7 @@ class PendingStep:
         return RunnerOutput(
             self.step, token_ids, logprobs, prompts, notes.lines, notes.warnings, graph_bytes=notes.graph_bytes,
             num_sampled=num_sampled, drafts=drafts, pooled=pooled,
+            expert_load=None if self.expert_load is None else self.expert_load(),
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.joined import settle_experts
 from headrace.errors import ConfigError, EngineDeadError
 from headrace.model_config import ModelConfig
+from headrace.runner import expert_load
 from headrace.sampling_params import SamplingParams
 from tests.distributed.joined import Asked, Joined
 from tests.speed import PATIENCE
@@ -54,7 +55,11 @@ def prompts(*lengths: int) -> list[list[int]]:
         pytest.param("Qwen2MoeForCausalLM", "full", TWO_RANKS, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_are_transformers_own(family: str, name: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_tokens_are_transformers_own(
+    family: str, name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load, "SECONDS", 0.0)  # every step is counted
+    ranks = more.get("engines", 2) * more.get("tensor_parallel_size", 1)
     reference = save_tiny_model(family, name, tmp_path / "model")
     engines = Joined(tmp_path / "model", tmp_path / "meeting", **{**SMALL, **more})
     others: list[list[Asked]] = [[] for _ in engines.cores[2:]]
@@ -67,7 +72,7 @@ def test_tokens_are_transformers_own(family: str, name: str, more: dict[str, Any
     # each has a cache of its own: only the first knows the shared beginning
     again = [[asked([*shared, place], 4)] for place in (8, 9)]
     engines.run([*again, *others])
-    stats = [core.stats() for core in engines.cores]
+    stats = [core.snapshot([]).stats for core in engines.cores]
     engines.shutdown()
     for one in [*busy, *late, *again[0], *again[1]]:
         assert one.tokens == best_tokens(reference, one.prompt, one.tokens, never=EOS)
@@ -75,6 +80,10 @@ def test_tokens_are_transformers_own(family: str, name: str, more: dict[str, Any
     assert stats[0].num_preemptions > 0
     assert stats[0].prefix_cache_hits >= 32
     assert stats[1].prefix_cache_hits == 0
+    for load in (each.expert_load for each in stats):
+        assert len(load.of_ranks) == ranks
+        assert sum(load.of_ranks) <= ranks * load.of_busiest <= ranks * sum(load.of_ranks)
+    assert sum(stats[0].expert_load.of_ranks) > sum(stats[1].expert_load.of_ranks) > 0, "each counts its own tokens"
 
 
 async def test_processes_answer_and_when_one_dies_all_end(tmp_path: Path) -> None:

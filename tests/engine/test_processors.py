@@ -23,7 +23,7 @@ from headrace.request import (
     SchedulerStats,
 )
 from headrace.sampling_params import SamplingParams
-from headrace.step import Logprobs
+from headrace.step import ExpertLoad, Logprobs
 from tests.engine.fakes import EOS, MODEL_CONFIG, VOCAB_SIZE, byte_tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer(), {"eos_token": "</s>"}, {})
@@ -418,6 +418,16 @@ class TestMetrics:
         assert value("headrace:steps_out_of_memory_total", labels) == 2
         assert value("headrace:cuda_graph_memory_bytes", {**labels, "kind": "full"}) == 30
         assert value("headrace:cuda_graph_memory_bytes", {**labels, "kind": "piecewise"}) == 0
+
+    def test_where_tokens_of_experts_went(self) -> None:
+        metrics, load = EngineMetrics("model", 64, {}), ExpertLoad()
+        for counted in (None, ExpertLoad([3, 9], 10), None, ExpertLoad([2, 2], 3)):
+            load = load if counted is None else load.plus(counted)
+            stats = SchedulerStats(expert_load=load)
+            metrics.begin_iteration(EngineCoreOutputs(outputs=[], stats=stats))
+        labels, value = {"model_name": "model", "engine": "0"}, metrics.registry.get_sample_value
+        assert [value("headrace:expert_tokens_total", {**labels, "rank": rank}) for rank in "01"] == [5, 11]
+        assert value("headrace:expert_tokens_of_busiest_total", labels) == 13
 
     def test_the_cores_counters_and_gauges(self) -> None:
         metrics = EngineMetrics("model", 64, {})
