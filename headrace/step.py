@@ -140,7 +140,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Counts pairs of a token and an expert to which it goes, in steps of which a sample is counted."""
+    """Holds how many pairs of a token and an expert to which it goes there were, in the steps that were counted."""
 
     of_ranks: list[int] = []
     """by the rank that holds the expert, in all layers; empty: nothing is counted, as one rank holds all"""

@@ -30,6 +30,8 @@ class CoreProcesses:
         """Start the cores and wait until all can take requests. Raises UserError for whatever keeps one from it."""
         self._loop = asyncio.new_event_loop()
         self._joined = config.joined_engines > 1
+        self._ended = False
+        """All have, since one has whose experts the others need."""
         self._clients: list[AsyncMPClient] = []
         self._next: dict[asyncio.Task[EngineCoreOutputs], int] = {}
         try:
@@ -72,7 +74,8 @@ class CoreProcesses:
                 if abort.request_id in opened:
                     opened.discard(abort.request_id)
                     load.drop(abort.request_id)
-                    client.abort([abort])
+                    if not self._ended:
+                        client.abort([abort])
 
     def step(self) -> EngineCoreOutputs:
         """Wait until a core has sent something, and return it. Raises EngineDeadError if one has died."""
@@ -89,6 +92,7 @@ class CoreProcesses:
             await asyncio.sleep(BLAME_SECONDS)
             errors = ((place, task.exception()) for task, place in self._next.items() if task.done())
             dead = [(place, error) for place, error in errors if isinstance(error, EngineDeadError)]
+            self._ended = True
             for client in self._clients:
                 client.kill()
             raise what_ended_all(dead, len(self._clients))

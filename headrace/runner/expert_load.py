@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 class LoadCounter:
-    """Counts steps on one rank, which sees where all tokens of its engine go."""
+    """Holds the counters of one rank, which sees where all tokens of its engine go."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE) and len(layer.places) > 1]
