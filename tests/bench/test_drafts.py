@@ -1,4 +1,4 @@
-"""How many guesses are right is what a script says, whoever guesses."""
+"""How many guesses are right is what a script says, whoever guesses; a picture shows the gain."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_gains import measured, picture, predicted
 from h200_parts import drafts
 from h200_parts.bounds import Ceilings
 from h200_parts.models import MODELS
@@ -34,3 +35,13 @@ def test_as_many_guesses_are_right_as_a_script_says(tmp_path: Path) -> None:
         _, steps = drafts.timed(bench, bench.prompts(3, 9), 101, drafts.FORCED)
         assert 100 / steps == pytest.approx(tokens, rel=0.15)
     bench.close()
+
+
+def test_gains_are_drawn_as_measured_or_predicted() -> None:
+    names = {"plain/1": 200.0, "eagle3/1": 400.0, "plain/128": 5000.0, "adaptive/128": 5100.0, "0/1": 5.0}
+    rows = [{"name": f"drafts/8b-eagle3/{name}", "value": value} for name, value in names.items()]
+    curves = measured({"rows": rows})
+    assert curves == {"head, 2.5 tokens a step": {1: 2.0}, "head, 40% right, adaptive": {128: 1.02}}
+    assert "head, 40% right, adaptive" in picture(curves, "measured")
+    few, many = (predicted()["head, 40% right"][requests] for requests in (1, 256))
+    assert few > 1 > many

@@ -6,6 +6,7 @@ import html
 import io
 import itertools
 import math
+from dataclasses import dataclass
 
 from headrace.advice.tune.report import COLOURS, PLAN, Report, kind
 
@@ -26,6 +27,37 @@ svg{{flex:1 1 440px;max-width:100%}}text{{font-size:12px;fill:currentColor}}
 Point = tuple[float, float]
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Places points in a picture; both axes have a lower and an upper end."""
+
+    x: Point
+    y: Point
+
+    def at(self, x: float, y: float) -> Point:
+        """Return where a point is in the picture."""
+        (x0, x1), (y0, y1) = self.x, self.y
+        return (
+            LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP),
+        )
+
+    def grid(self, across: dict[float, str], below: str, above: str) -> list[str]:
+        """Return lines with their numbers, to the right those in `across`, and what the axes show."""
+        parts = []
+        for tick, number in across.items():
+            px = self.at(tick, self.y[0])[0]
+            parts.append(f'<path class="grid" d="M{px:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+            parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number}</text>')
+        for tick in ticks(*self.y):
+            py = self.at(self.x[0], tick)[1]
+            parts.append(f'<path class="grid" d="M{LEFT} {py:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
+        parts.append(f'<text x="{LEFT}" y="16">{above}</text>')
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{below}</text>')
+        return parts
+
+
 def page(report: Report) -> str:
     """Return the page as HTML; it refers to nothing outside itself."""
     from rich.console import Console
@@ -44,23 +76,11 @@ def svg(report: Report, figure: str, label: str) -> str:
     x, y = points[1]  # the plan's
     near = {number: point for number, point in points.items() if point[0] <= FAR * x and point[1] >= y / FAR}
     shown = near if len(near) >= FEWEST else points
-    (x0, x1), (y0, y1) = (_axis([point[axis] for point in shown.values()]) for axis in (0, 1))
-
-    def at(x: float, y: float) -> Point:
-        return (
-            LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP),
-        )
-
+    frame = Frame(*(_axis([point[axis] for point in shown.values()]) for axis in (0, 1)))
+    at, across = frame.at, {tick: f"{tick:,.6g}" for tick in ticks(*frame.x)}
+    outside = f" ({len(points) - len(shown)} far off not shown)" if len(shown) < len(points) else ""
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="throughput against {label}">']
-    for tick in ticks(x0, x1):
-        px = at(tick, y0)[0]
-        parts.append(f'<path class="grid" d="M{px:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:,.6g}</text>')
-    for tick in ticks(y0, y1):
-        py = at(x0, tick)[1]
-        parts.append(f'<path class="grid" d="M{LEFT} {py:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
+    parts += frame.grid(across, f"{label}{outside}", "output tok/s")
     steps = (at(*point) for point in _steps([shown[number] for number in front & {*shown}]))
     parts.append(f'<polyline class="front" points="{" ".join(f"{px:.1f},{py:.1f}" for px, py in steps)}"/>')
     for number in sorted(shown, key=lambda number: (number == 1, number in front)):  # nothing hides the plan
@@ -74,10 +94,7 @@ def svg(report: Report, figure: str, label: str) -> str:
             f'height="16"{turn} fill="{COLOURS[kind(result)]}"/>'
             f'<text x="{px:.1f}" y="{py + 4:.1f}" text-anchor="middle">{number}</text></g>'
         )
-    outside = f" ({len(points) - len(shown)} far off not shown)" if len(shown) < len(points) else ""
-    parts.append(f'<text x="{LEFT}" y="16">output tok/s</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{label}{outside}</text></svg>')
-    return "".join(parts)
+    return "".join([*parts, "</svg>"])
 
 
 def pareto(points: list[Point]) -> list[bool]:

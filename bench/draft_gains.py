@@ -1,0 +1,101 @@
+"""Draws how many times as many tokens a second guessing gives, against the requests that run at once.
+
+    python bench/draft_gains.py --output docs/images/drafts.svg
+    python bench/draft_gains.py --results out.json --output docs/images/drafts.svg
+
+Without results it draws what the planner predicts for an 8B in bf16 on an H200 and a head of one layer, and the title
+says so. Results are what `bench/h200.py --part drafts --json out.json` measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headrace.advice.tune.page import HEIGHT, WIDTH, Frame
+from headrace.planner.catalogue import find_model
+from headrace.planner.chips import CHIPS
+from headrace.planner.deployment import Deployment
+from headrace.planner.draft_costs import DraftCosts
+from headrace.planner.parallel import Parallel
+
+Curves = dict[str, dict[int, float]]
+"""what guesses -> requests at once -> tokens a second over those without"""
+MOST, CONTEXT = 256, 1024
+LENGTHS = {"head": (2, 3), "n-gram": (3, 5)}
+RATES = (0.4, 0.6, 0.8)
+COLOURS = ("#0072b2", "#e08a00", "#009e73", "#b05a8f", "#d62728", "#7d7d7d")
+STYLE = (
+    "svg{color:#222;font-family:system-ui,sans-serif}text{font-size:12px;fill:currentColor}"
+    ".grid{stroke:currentColor;opacity:.15}"
+)
+
+
+def predicted() -> Curves:
+    """Return what the planner says of the better of two numbers of guesses, where a share of them is right."""
+    model = find_model("llama-3.1-8b")
+    head = replace(model, spec=replace(model.spec, layers=model.spec.layers[:1]))
+    curves: Curves = {}
+    for name, lengths in LENGTHS.items():
+        draft = head if name == "head" else None
+        costs = DraftCosts(Deployment(model, CHIPS["h200"], Parallel(), "bf16", 2, "headrace", draft=draft))
+        for rate in RATES:
+            curves[f"{name}, {rate:.0%} right"] = {
+                1 << power: max(costs.gain(1 << power, CONTEXT, length, rate) for length in lengths)
+                for power in range(MOST.bit_length())
+            }
+    return curves
+
+
+def measured(record: dict[str, Any]) -> Curves:
+    """Return what was measured with the head: at few requests 2.5 tokens a step, at many what adapts to 40% right."""
+    values = {row["name"]: row["value"] for row in record["rows"]}
+    curves: Curves = {"head, 2.5 tokens a step": {}, "head, 40% right, adaptive": {}}
+    for name, value in values.items():
+        part, model, kind, *batch = name.split("/")
+        if part == "drafts" and kind in ("eagle3", "adaptive") and model == "8b-eagle3":
+            curve = curves["head, 2.5 tokens a step" if kind == "eagle3" else "head, 40% right, adaptive"]
+            curve[int(batch[0])] = value / values[f"drafts/{model}/plain/{batch[0]}"]
+    return curves
+
+
+def picture(curves: Curves, title: str) -> str:
+    """Return a plot as SVG: requests at once to the right, each line twice as many as the one before."""
+    highest = max(gain for curve in curves.values() for gain in curve.values())
+    frame = Frame((0.0, math.log2(MOST)), (0.0, 1.3 * highest))  # above the curves is room for their names
+    counts = {float(power): str(1 << power) for power in range(MOST.bit_length())}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">',
+        f'<style>{STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        *frame.grid(counts, "requests at once", f"tokens a second, without guesses 1: {title}"),
+    ]
+    (left, one), (right, _) = frame.at(0, 1), frame.at(frame.x[1], 1)
+    parts.append(f'<path stroke="#222" d="M{left:.1f} {one:.1f}H{right:.1f}"/>')
+    for number, (name, curve) in enumerate(curves.items()):
+        points = " ".join("{:.1f},{:.1f}".format(*frame.at(math.log2(n), gain)) for n, gain in sorted(curve.items()))
+        colour, y = COLOURS[number], 46 + 17 * number
+        parts.append(f'<polyline fill="none" stroke-width="2" stroke="{colour}" points="{points}"/>')
+        parts.append(f'<path stroke-width="2" stroke="{colour}" d="M{WIDTH - 176} {y - 4}h18"/>')
+        parts.append(f'<text x="{WIDTH - 152}" y="{y}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help="JSON of bench/h200.py; default: what is predicted")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    if args.results is None:
+        text = picture(predicted(), "predicted, 8B bf16 on an H200")
+    else:
+        record = json.loads(args.results.read_text())
+        text = picture(measured(record), f"8B bf16, {record['gpu']}, {record['date'][:10]}")
+    args.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
