@@ -6,7 +6,8 @@
 
 Parts:
 
-    collectives       all-reduces and sends between stages by size, in microseconds: what the planner's links stand for
+    collectives       all-reduces, sends between stages, and exchanges of engines that share experts (tokens are
+                      gathered, sums scattered) by size, in microseconds: what the planner's links stand for
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
     step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
                       named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp)
@@ -121,7 +122,8 @@ def generate(llm: Any, count: int, length: int, output: int) -> tuple[list[list[
 
 
 def collectives(options: argparse.Namespace) -> dict[str, Any]:
-    """Time collectives between all GPUs: {"all_reduce": {tokens: us}, "send": {tokens: us}}."""
+    """Time collectives between all GPUs: {"all_reduce": {tokens: us}, "send": {tokens: us}, "exchange": {tokens: us}},
+    where tokens are those of each GPU."""
     ranks = range(options.gpus)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.gpus) as pool:
         command = [sys.executable, __file__, "--rank-of", f"{folder}/meet", "--gpus", str(options.gpus)]
@@ -148,7 +150,7 @@ def time_collectives(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     # as stages, whose group sums as well as any
     mesh = init_mesh(options.rank, Ranks(pp=options.gpus), options.rank_of, device, timedelta(minutes=3))
-    found: dict[str, dict[int, float]] = {"all_reduce": {}, "send": {}}
+    found: dict[str, dict[int, float]] = {"all_reduce": {}, "send": {}, "exchange": {}}
     repeats = 3 if options.smoke else 200
 
     def wait() -> None:
@@ -170,6 +172,7 @@ def time_collectives(options: argparse.Namespace) -> None:
     for tokens in TOKENS[:2] if options.smoke else TOKENS:
         x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
         found["all_reduce"][tokens] = microseconds(lambda x=x: mesh.pp.all_reduce(x.zero_()))
+        found["exchange"][tokens] = microseconds(lambda x=x: mesh.pp.scatter_rows(mesh.pp.gather_rows(x)))
 
         def there_and_back(x: Any = x) -> None:
             if options.rank == 0:

@@ -371,7 +371,8 @@ class EngineCore:
             self._watch_finished(step, counts=False)
             self._fail(step.plan, error, outputs)
             return
-        self._health.finished(result)
+        if step.plan.step >= 0:
+            self._health.finished(result)
         self._watch_finished(step, counts=not (result.notes or result.warnings))
         if result.notes or result.warnings:
             self._log(result)
