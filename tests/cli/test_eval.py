@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,45 @@ def test_what_is_wrong_is_one_line(
     assert printed.out == ""
     assert said in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (
+            404,
+            "<html>€" * 40,
+            "is no OpenAI-compatible server: http://127.0.0.1:PORT/v1/models answers HTTP 404: <html>",
+        ),
+        (403, "", "refuses the key (HTTP 403); give --api-key"),
+        (200, "<html>", "the server lists no model; give --model"),
+    ],
+)
+def test_a_wrong_server_is_one_line(
+    status: int, body: str, said: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Wrong(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Wrong)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    flags = ["--num-fewshot", "0", "--base-url", url, "--output-path", str(tmp_path / "out")]
+    try:
+        assert main(["eval", "--task", "gsm8k", "--data", data, *flags]) == 2
+    finally:
+        server.shutdown()
+        server.server_close()
+    error = capsys.readouterr().err
+    assert said.replace("PORT", str(server.server_port)) in error
+    assert error.count("\n") == 1
 
 
 def test_runs_of_other_tasks_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

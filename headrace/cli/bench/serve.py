@@ -123,9 +123,12 @@ async def server_facts(base_url: str, headers: dict[str, str], options: ServeBen
         while True:
             try:
                 status, body = await client.get("/v1/models")
-                problem = "" if status == 200 else f"{base_url}/v1/models answers HTTP {status}: {body[:200].decode()}"
+                text = body[:200].decode(errors="replace")
+                problem = "" if status == 200 else f"{base_url}/v1/models answers HTTP {status}: {text}"
                 if status in (401, 403):
                     raise ConfigError(f"{base_url} refuses the key (HTTP {status}); give --api-key")
+                if status in (404, 405):  # it will not come with time
+                    raise ConfigError(f"{base_url} is no OpenAI-compatible server: {problem}")
             except NobodyListensError as error:
                 if options.ready_check_timeout_sec is None:
                     raise ClientError(f"{error}; {START_OR_WAIT}") from None
