@@ -207,6 +207,11 @@ def clip(make: Inputs, rows: int, width: int, limit: float) -> Cases:
     yield Case(lambda kernel: kernel(x.clone(), limit), 0.0)
 
 
+def scale(make: Inputs, rows: int, width: int) -> Cases:
+    x, factor = make.random(rows, width), make.random(1)
+    yield Case(lambda kernel: kernel(x.clone(), factor), ROUNDED[make.dtype])
+
+
 def gate_heads(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
     """Make gates among queries, keys and values: each behind its query, and all behind all queries."""
     attended, projected = make.random(rows, heads, dim), make.random(rows, 2 * (heads + kv_heads), dim) * 3

@@ -1,4 +1,4 @@
-"""Computes in place limits of what attention projects, and products of its output with gates."""
+"""Computes in place limits of what attention projects, products of its output with gates, and of rows with a number."""
 
 from __future__ import annotations
 
@@ -37,6 +37,26 @@ def _gate_heads_kernel(
     tl.store(x_ptr + row * width + column, (x * share).to(dtype), mask=inside)
 
 
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, x_stride, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Multiply by one number; grid (rows, blocks of columns)."""
+    wait_for_inputs(OVERLAP)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ptrs = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + column
+    x = tl.load(ptrs, mask=column < width, other=0.0).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(ptrs, x.to(x_ptr.dtype.element_ty), mask=column < width)
+
+
+def scale(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply x # [rows, width], whose rows are contiguous, by factor # [1], and return it."""
+    rows, width = x.shape
+    if rows:
+        block = min(1024, next_power_of_2(width))
+        grid = (rows, -(-width // block))
+        _scale_kernel[grid](x, factor, x.stride(0), width, BLOCK=block, num_warps=4, **overlap())
+    return x
+
+
 def clip(x: Tensor, limit: float) -> Tensor:
     """Change x # [rows, width], whose rows are contiguous, to what lies within +-limit, and return it."""
     rows, width = x.shape
@@ -57,6 +77,10 @@ def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
             x, gates, gates.stride(0), gates.stride(1), width, HEAD_DIM=dim, BLOCK=block, num_warps=4, **overlap()
         )
     return x
+
+
+def scale_reference(x: Tensor, factor: Tensor) -> Tensor:
+    return x.mul_(factor)
 
 
 def clip_reference(x: Tensor, limit: float) -> Tensor:

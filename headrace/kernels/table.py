@@ -41,7 +41,7 @@ MODULES = {
     fp8: ("quantize", "fp8_linear"),
     narrow: ("narrow_linear",),
     qk_norm: ("qk_squares", "qk_norm"),
-    elementwise: ("clip", "gate_heads"),
+    elementwise: ("clip", "gate_heads", "scale"),
     adapters: ("shrink_adapters", "expand_adapters"),
     rotary: ("step_angles", "rotary_and_cache"),
     latent_cache: ("latent_rotary_and_cache",),
@@ -76,6 +76,7 @@ class KernelTable:
     qk_norm: Callable[..., Tensor]
     clip: Callable[[Tensor, float], Tensor]
     gate_heads: Callable[[Tensor, Tensor], Tensor]
+    scale: Callable[[Tensor, Tensor], Tensor]
     shrink_adapters: Callable[[Tensor, Tensor, adapters.AdapterWeights], Tensor]
     expand_adapters: Callable[[Tensor, Tensor, Tensor, adapters.AdapterWeights], None]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]

@@ -32,6 +32,24 @@ class Sum(Layer):
         return total, whole(total)
 
 
+class Scale(Layer):
+    """Multiplies by a number that the checkpoint has under the layer's own name."""
+
+    opaque = ("forward",)
+
+    def __init__(self, width: int, kernels: KernelTable, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.scale = width, kernels.scale
+        self.factor = empty_parameter(1, dtype=dtype)
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        return {path: whole_slot(self.factor)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [num_tokens, width] times the number, written over it."""
+        return self.scale(x, self.factor)
+
+
 class RMSNorm(Layer):
     """Adds to the residual, and norms the sum."""
 

@@ -19,10 +19,10 @@ from headrace.layers.context import LayerContext
 from headrace.layers.embedding import EmbeddingSum, ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.latent_attention import LatentAttention
-from headrace.layers.layer import Layer, empty_parameter
+from headrace.layers.layer import Layer
 from headrace.layers.mlp import GatedMLP, PlainMLP
 from headrace.layers.moe import SparseMoE
-from headrace.layers.norm import Sum, make_norm
+from headrace.layers.norm import Scale, Sum, make_norm
 from headrace.layers.rotary import NO_ANGLES, Angles, Rotary
 from headrace.model_config import ModelConfig
 from headrace.model_spec import LayerSpec, ModelSpec
@@ -30,8 +30,6 @@ from headrace.model_spec import LayerSpec, ModelSpec
 
 class LlamaDecoderLayer(Layer):
     """Computes one layer: attention, then a feed-forward, with norms before or behind them; or both at once."""
-
-    opaque = ("_scaled",)
 
     def __init__(self, index: int, layer: LayerSpec, spec: AttentionSpec | None, context: LayerContext) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class LlamaDecoderLayer(Layer):
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
         self.of_sums, self.scaled = norms.of_sums, layer.scaled
         if layer.scaled:
-            self.layer_scalar = empty_parameter(1, dtype=context.dtype)
+            self.layer_scalar = Scale(layer.mixer.hidden_size, context.kernels, context.dtype)
         self.mixer = "self_attn"
         if isinstance(layer.mixer, mixers.RecurrentState):
             self.mixer = "linear_attn"
@@ -88,10 +86,7 @@ class LlamaDecoderLayer(Layer):
             out, _ = getattr(self, self.after_block)(out)
         if self.parallel:  # last, for the sum is written over what `before_block` norms
             _, residual = self.sum(hidden, residual)
-        return (self._scaled(self.sum(out, residual)[1]), None) if self.scaled else (out, residual)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x.mul_(self.layer_scalar)
+        return (self.layer_scalar(self.sum(out, residual)[1]), None) if self.scaled else (out, residual)
 
 
 class LlamaModel(Layer):

@@ -23,14 +23,14 @@ from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_
 from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.adapters import Seat
-from headrace.layers.attention import Attention, QKNorm
+from headrace.layers.attention import Attention, QKNorm, ValueNorm
 from headrace.layers.gated_delta_net import GatedDeltaNet
 from headrace.layers.indexer import Indexer
 from headrace.layers.latent_attention import LatentAttention
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP, PlainMLP
 from headrace.layers.moe import SparseMoE
-from headrace.layers.norm import LayerNorm, RMSNorm
+from headrace.layers.norm import LayerNorm, RMSNorm, Scale
 from headrace.layers.rotary import Rotary
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.gpu_linear import has_library
@@ -201,6 +201,13 @@ def _qk_norm(subject: Subject) -> Cases:
     for norm in subject.kinds(QKNorm, lambda norm: (norm.heads, norm.wide)):
         of_norm = norm.heads, norm.norm.eps, norm.norm.kind == "layer", norm.wide
         yield from cases.qk_norm(subject.inputs, 24, norm.weight, *of_norm)
+    for values in subject.kinds(ValueNorm, lambda norm: norm.heads):
+        yield from cases.qk_norm(subject.inputs, 24, values.weight, values.heads, values.eps, False, False)
+
+
+def _scale(subject: Subject) -> Cases:
+    for layer in subject.kinds(Scale, lambda layer: layer.width):
+        yield from cases.scale(subject.inputs, 24, layer.width)
 
 
 def _clip(subject: Subject) -> Cases:
@@ -369,6 +376,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "qk_norm": _qk_norm,
     "clip": _clip,
     "gate_heads": _gate_heads,
+    "scale": _scale,
     "shrink_adapters": partial(_adapters, of_kernel=cases.shrink_adapters),
     "expand_adapters": partial(_adapters, of_kernel=cases.expand_adapters),
     "step_angles": _step_angles,

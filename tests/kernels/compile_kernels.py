@@ -366,6 +366,7 @@ def compile_rest():
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, True)
     qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, False, qk_norm.qk_squares(qkv, (32, 8)))
     elementwise.clip(x, 8.0)
+    elementwise.scale(x, x[0, :1])
     elementwise.gate_heads(
         torch.zeros(16, 32, 128, dtype=torch.bfloat16), torch.zeros(16, 80, 128, dtype=x.dtype)[:, 1:64:2]
     )
@@ -378,7 +379,7 @@ def compile_rest():
         norm._rms_norm_kernel, activation._gate_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
         batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
         rotary._rotary_and_cache_kernel, qk_norm._qk_norm_kernel, qk_norm._squares_kernel,
-        elementwise._clip_kernel, elementwise._gate_heads_kernel,
+        elementwise._clip_kernel, elementwise._gate_heads_kernel, elementwise._scale_kernel,
         ngram._find_matches_kernel, ngram._copy_drafts_kernel,
         sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
         attention._combine_kernel,

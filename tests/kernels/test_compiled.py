@@ -26,7 +26,7 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len(attention) == 2 * sizes  # decode and prefill
     prefill = [entry for entry in found if entry["kernel"].startswith("prefill")]
     assert len(prefill) == (target == "sm_90") * (24 if sweep else 3)
-    assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 21
+    assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 22
     gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
     assert len(gpt_oss) == 3 * 2 + (target == "sm_90")
     recurrent = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("recurrent")}

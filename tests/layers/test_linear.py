@@ -86,6 +86,27 @@ def test_qkv_goes_by_heads_and_kv_heads_are_repeated(size: int, kv_of_rank: list
         torch.testing.assert_close(y, torch.cat((q, whole["k"][:, kv], whole["v"][:, kv]), dim=1))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_qkv_whose_rows_are_in_turn_for_each_kv_head_is_that_of_three_linears(size: int) -> None:
+    """With fewer KV heads than ranks, too, where a rank has a part of a group's queries."""
+    mixer, x = Attention(6, 8, 2, 2, qkv_bias=True, by_kv_head=True), random(3, 6)
+    names, sizes = ("q_proj", "k_proj", "v_proj"), (16, 4, 4)
+    apart = {}
+    for place, (name, rows) in enumerate(zip(names, sizes, strict=True)):
+        apart[f"attn.{name}.weight"] = random(rows, 6) + place
+        apart[f"attn.{name}.bias"] = random(rows) + place
+    in_turn = {
+        kind: torch.cat([apart[f"attn.{name}.{kind}"].unflatten(0, (2, -1)) for name in names], dim=1)
+        for kind in ("weight", "bias")
+    }
+    for group in ranks(size):
+        made = QKVParallelLinear(mixer, group, F32)
+        made.read_as("attn.qkv_proj", {"attn.qkv_proj"})
+        tensors = {f"attn.{name}.{kind}": whole for name in names for kind, whole in in_turn.items()}
+        wanted = filled(QKVParallelLinear(mixer, group, F32), "attn.qkv_proj", apart)(x)
+        assert torch.equal(filled(made, "attn.qkv_proj", tensors)(x), wanted)
+
+
 def test_rows_add_up_and_the_bias_is_added_once() -> None:
     weight, bias, x = random(5, 8), random(5), random(3, 8)
     total = torch.zeros(3, 5)

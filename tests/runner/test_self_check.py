@@ -51,6 +51,7 @@ ELSEWHERE = {
     "qk_squares": ("Olmo2ForCausalLM", "one-kv-head"),
     "add_up": ("Olmo2ForCausalLM", "one-kv-head"),
     "clip": ("OlmoForCausalLM", "clipped"),
+    "scale": ("Gemma4ForCausalLM", "keys-are-values"),
     "fused_moe": ("MixtralForCausalLM", "full"),
     "latent_rotary_and_cache": ("DeepseekV2ForCausalLM", "queries-too"),
     **dict.fromkeys(("index_scores", "top_keys"), ("DeepseekV32ForCausalLM", "sparse-groups")),
