@@ -22,6 +22,8 @@ LOOKUP = 5
 MOST_LOOKUP = 16
 MOST_TOKENS = 16
 """Most guesses for a request and step: each is one more token of every step."""
+KEPT_TOKENS = 1024
+"""Most tokens whose hidden states are kept until a head reads them."""
 USUAL_TOKENS = {NGRAM: 5, MTP: 1}
 USUAL = 3
 """Most guesses where nobody says how many, by method: a text that repeats itself goes on for long, and the layers that

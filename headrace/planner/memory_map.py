@@ -20,6 +20,7 @@ from headrace.model_spec import ModelSpec
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
 from headrace.planner.weights import head_bytes
+from headrace.speculation import KEPT_TOKENS
 from headrace.stages import WHOLE, Stage
 
 VOCAB_ALIGNMENT = 64
@@ -174,7 +175,7 @@ def _map_of_stage(
     on_cpu = chip.vendor == "cpu"
     spec = stage.of(shape.spec)
     weights = _weights(deployment, spec, speculates)
-    draft, most_drafts = deployment.of_draft, max(decode_lens) - 1
+    draft, most_drafts, hidden_states = deployment.of_draft, max(decode_lens) - 1, 0
     cached, of_stage = shape.spec, stage
     if draft is not None:  # its layers are behind the model's own, on the last stage
         layers = draft.shape.spec.layers
@@ -184,11 +185,13 @@ def _map_of_stage(
         weights["draft"] = sum(_weights(draft, draft.shape.spec, False).values())
         if (head := draft.shape.spec.head) is not None and not draft.shape.spec.has_embedding:
             weights["draft"] += math.ceil((head.weights - head.layer.weights) * draft.shape.plain_bytes)
+            read = (max_num_batched_tokens + KEPT_TOKENS) * (len(head.taps) or 1) * head.hidden_size
+            hidden_states = math.ceil(read * draft.shape.plain_bytes)
     kv_dtype_bytes = math.ceil(deployment.kv_dtype_bytes)
     layout = cache_layout(cached, parallel.tp, kv_dtype_bytes, block_size, of_stage)
     places = longest + most_drafts
     tokens_of_row = places + 1 + (most_drafts > 0) if engine == "headrace" else 0  # vLLM keeps them on the host
-    tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
+    tables = hidden_states + (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
     if engine == "headrace":
         angles = _angles(spec, longest + max(decode_lens))
         tables += angles + _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's

@@ -10,10 +10,8 @@ from headrace.runner.cuda_graph import DRAFTING, Drafting, GraphDevice, Shape, S
 from headrace.runner.pending import Notes
 from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Drafter, Tables, shortened
+from headrace.speculation import KEPT_TOKENS
 from headrace.step import SchedulerOutput
-
-KEPT_TOKENS = 1024
-"""Most tokens whose hidden states are kept until a drafter reads them."""
 
 
 class Guesses:

@@ -182,7 +182,7 @@ def watched_guesses(kind: str, mode: str, answers: Answers, compiler: GrammarCom
     return found
 
 
-@pytest.mark.parametrize("kind", ["own", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["own", "eagle3"])
 def test_what_graphs_guess_is_what_is_guessed_without(
     kind: str, expected: tuple[Answers, int], compiler: GrammarCompiler
 ) -> None:

@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2},
-    "draft_model, adaptive": {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": True},
     "eagle, adaptive": {"method": "eagle", "num_speculative_tokens": 2, "adaptive": True},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 2},
 }

@@ -23,7 +23,7 @@ from tests.runner.test_drafts import Late
 from tests.spec_decode import heads
 from tests.spec_decode.test_heads import GUESSES, SIZES, SMALL, Watched, with_head
 
-REQUESTS, LONGEST = 16, 110
+REQUESTS, LONGEST = 12, 110
 
 
 class Wavering(DraftLength):
@@ -81,7 +81,10 @@ def history(llm: LLM, rng: random.Random) -> list[Turn]:
     return turns
 
 
-@pytest.mark.parametrize(("name", "layout", "kept"), [("llama", "eagle3", 1024), ("glm", "behind the layers", 9)])
+@pytest.mark.parametrize(
+    ("name", "layout", "kept"),
+    [("llama", "eagle3", 1024), pytest.param("glm", "behind the layers", 9, marks=pytest.mark.slow)],
+)
 def test_whatever_is_left_out_guesses_are_those_of_a_plain_head(
     name: str, layout: str, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,5 +109,5 @@ def test_whatever_is_left_out_guesses_are_those_of_a_plain_head(
         assert turn.tokens == (tokens[: len(turn.tokens)] if turn.aborted else tokens)
     checked = [one for one in watched.guesses if one[0] and one[1]]
     assert {len(guessed) for _, guessed, *_ in checked} == {2, GUESSES}
-    for known, guessed, temperature, seed in checked[:: max(1, len(checked) // 60)]:
+    for known, guessed, temperature, seed in checked[:: max(1, len(checked) // 40)]:
         assert guessed == heads.plain_guesses(model, plain, known, len(guessed), temperature, seed)
