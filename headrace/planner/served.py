@@ -104,8 +104,10 @@ class MemoryReport:
 
 
 def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_pages: int) -> Expected | None:
-    """Predict the expected traffic of a resolved config. None: the planner does not know the chip or the model, or such
-    a request does not fit."""
+    """Predict the expected traffic of a resolved config. None: the planner does not know the chip or the model, such a
+    request does not fit, or the engine's steps are as long as those of others that share its experts."""
+    if config.joined_engines > 1:
+        return None
     try:
         deployment = deployment_of(config, model, facts)
         layout = facts[0].layout
@@ -122,7 +124,10 @@ def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], n
 
 
 def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> StepPrediction | None:
-    """Predict the time of steps. None: the planner does not know the chip or the model."""
+    """Predict the time of steps. None: the planner does not know the chip or the model, or they are as long as those of
+    other engines, which share the experts."""
+    if config.joined_engines > 1:
+        return None
     try:
         deployment = deployment_of(config, model, facts)
     except ConfigError:

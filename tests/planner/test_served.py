@@ -20,7 +20,7 @@ from headrace.planner.served import Expected, expect, predict_memory, predict_st
 from headrace.planner.settings import all_settings
 from headrace.step import WorkerFacts
 
-MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
+MODEL, SPARSE = (ModelConfig.from_dict(catalogue()[name].config) for name in ("llama-3.1-8b", "qwen3-30b-a3b"))
 LAYOUT = same_layout(16, 2**21)
 H200 = WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 10**11, LAYOUT, 16 * 2**30, "TRITON_ATTN")
 
@@ -72,6 +72,20 @@ def test_steps_are_predicted_and_what_slows_them_is_known() -> None:
     unknown = WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, LAYOUT, 0, "ANY")
     assert predict_steps(config, MODEL, [unknown]) is predict_memory(config, MODEL, [unknown]) is None
     assert predict_steps(config, MODEL, []) is None
+
+
+def test_steps_that_last_as_long_as_those_of_other_engines_are_not_predicted() -> None:
+    """But memory is, of which the experts that others hold take none."""
+    spread = EngineConfig(model="qwen3-30b-a3b", data_parallel_size=2, enable_expert_parallel=True)
+    shared = decide_before_load(spread, SPARSE, "cuda")[0]
+    own = shared.replace(enable_expert_parallel=False)
+    assert predict_steps(own, SPARSE, [H200]) is not None
+    assert predict_steps(shared, SPARSE, [H200]) is expect(shared, SPARSE, [H200], 1000) is None
+    less, more = (predict_memory(config, SPARSE, [H200]) for config in (shared, own))
+    assert less is not None
+    assert more is not None
+    assert less.weights["experts"] * 2 == more.weights["experts"] > 0
+    assert less.weights["attention"] == more.weights["attention"]
 
 
 def test_memory_is_reported_beside_what_was_predicted() -> None:
