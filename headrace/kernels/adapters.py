@@ -8,7 +8,6 @@ outputs do not depend on how many tokens there are.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,8 @@ class AdapterWeights(NamedTuple):
     """[slots] int32: the largest rank of the parts; 0: the adapter leaves this linear alone"""
     starts: Tensor
     """[parts + 1] int32: the output with which each part begins, and with which the last one ends"""
-    widest: int
-    """outputs of the largest part"""
+    sizes: tuple[int, ...]
+    """outputs of each part"""
 
     @property
     def rank(self) -> int:
@@ -124,9 +123,9 @@ def expand_adapters(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeigh
     token's second matrices."""
     splits, num_tokens, _ = h.shape
     num_slots, outputs, rank = weights.b.shape
-    parts = len(weights.starts) - 1
+    parts, widest = len(weights.sizes), max(1, *weights.sizes)
     if num_tokens:
-        _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, -(-weights.widest // BLOCK_OUTPUTS) * parts)](
+        _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, -(-widest // BLOCK_OUTPUTS) * parts)](
             h, slots, weights.b, weights.ranks, weights.starts, out, out.stride(0), num_tokens, outputs,
             SPLITS=splits, PARTS=parts, RANK=rank, BLOCK_M=BLOCK_TOKENS, BLOCK_N=BLOCK_OUTPUTS, BLOCK_R=RANK_STEP,
             num_warps=4, num_stages=1, **overlap(),
@@ -134,21 +133,17 @@ def expand_adapters(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeigh
 
 
 def shrink_adapters_reference(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor:
-    h = torch.zeros(1, x.shape[0], weights.a.shape[1], dtype=torch.float32, device=x.device)
-    for slot in slots.unique().tolist():
-        if slot >= 0:
-            rows = (slots == slot).nonzero().flatten()
-            h[0, rows] = x[rows].float() @ weights.a[slot].float().T
-    return h
+    h = torch.zeros(x.shape[0], weights.a.shape[1], dtype=torch.float32, device=x.device)
+    for slot, a in enumerate(weights.a):
+        h = torch.where((slots == slot)[:, None], x.float() @ a.float().T, h)
+    return h[None]
 
 
 def expand_adapters_reference(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeights) -> None:
-    starts, b = weights.starts.tolist(), weights.b
-    for slot in slots.unique().tolist():
-        if slot < 0 or not weights.ranks[slot]:
-            continue
-        rows = (slots == slot).nonzero().flatten()
-        shrunk = h[:, rows].sum(0).to(b.dtype).float().unflatten(1, (-1, weights.rank))
-        for part, (first, end) in enumerate(pairwise(starts)):
-            added = shrunk[:, part] @ b[slot, first:end].float().T
-            out[rows, first:end] = (out[rows, first:end].float() + added).to(out.dtype)
+    shrunk = h.sum(0).to(weights.b.dtype).float().unflatten(1, (-1, weights.rank))
+    total = sum(weights.sizes)
+    for slot, b in enumerate(weights.b):
+        mine = ((slots == slot) & (weights.ranks[slot] > 0))[:, None]
+        places, matrices = out[:, :total].split(weights.sizes, 1), b[:total].split(weights.sizes)
+        for part, (own, rows) in enumerate(zip(places, matrices, strict=True)):
+            own.copy_(torch.where(mine, own.float() + shrunk[:, part] @ rows.float().T, own.float()))

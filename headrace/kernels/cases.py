@@ -231,13 +231,13 @@ def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int,
     a = make.random(slots, len(sizes), rank, inputs) * held[:, None, :, None] * inputs**-0.5
     b = make.random(slots, sum(sizes), rank) * held[:, None]
     starts = make.ints(*accumulate(sizes, initial=0))
-    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, max(sizes))
+    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, tuple(sizes))
 
 
 def shrink_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
     x, slots = make.random(rows, weights.a.shape[2]), make.integers(-1, len(weights.a), rows, dtype=torch.int32)
     held = torch.arange(weights.rank, device=make.device) < weights.ranks[slots.clamp(min=0)][:, None]
-    held = (held & (slots >= 0)[:, None]).repeat(1, len(weights.starts) - 1)
+    held = (held & (slots >= 0)[:, None]).repeat(1, len(weights.sizes))
     yield Case(lambda kernel: kernel(x, slots, weights).sum(0).where(held, 0.0), SUMS)
 
 

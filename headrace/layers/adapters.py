@@ -111,12 +111,12 @@ class Adapters:
             layer.fused = replace(layer.fused, addend=seat)
 
     def _seat(self, parts: list[tuple[list[str], Part, int]], inputs: int, outputs: int, rank: int) -> Seat:
-        sizes = [part.rows.stop - part.rows.start for _, part, _ in parts]
+        sizes = tuple(part.rows.stop - part.rows.start for _, part, _ in parts)
         starts = torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=self.device)
         a = torch.zeros(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device=self.device)
         b = torch.zeros(self.num_slots, outputs, rank, dtype=self.dtype, device=self.device)
         ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
-        self.seats.append(Seat(self, AdapterWeights(a, b, ranks, starts, max(1, *sizes)), parts))
+        self.seats.append(Seat(self, AdapterWeights(a, b, ranks, starts, sizes), parts))
         return self.seats[-1]
 
     @property

@@ -225,8 +225,7 @@ def _gate_heads(subject: Subject) -> Cases:
 def _adapters(subject: Subject, of_kernel: Callable[[Inputs, int, AdapterWeights], Cases]) -> Cases:
     for layer in subject.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features)):
         if isinstance(seat := layer.fused.addend, Seat):
-            sizes = seat.weights.starts.diff().tolist()
-            made = cases.made_up_adapters(subject.inputs, sizes, layer.spec.in_features, seat.weights.rank)
+            made = cases.made_up_adapters(subject.inputs, seat.weights.sizes, layer.spec.in_features, seat.weights.rank)
             for tokens in TOKENS[::3]:
                 yield from of_kernel(subject.inputs, tokens, made)
 

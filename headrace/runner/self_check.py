@@ -23,7 +23,7 @@ from headrace.runner.memory import first_line, is_out_of_memory
 
 WAITS_FOR_THE_HOST = frozenset({
     "prepare_batch", "rotary_and_cache", "step_angles", "fused_moe", "gated_delta_step", "gated_delta_scan",
-    "index_scores", "shrink_adapters", "expand_adapters",
+    "index_scores",
 })  # fmt: skip
 """Kernels whose references read values on the host, which no graph can capture"""
 COMPILING_THREADS = 16

@@ -486,7 +486,7 @@ def compile_adapters():
     known, slots, ranks = set(), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
-        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), 1024)
+        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), (1024,) * parts)
         h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
         adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
         for kernel in (adapters._shrink_kernel, adapters._expand_kernel):

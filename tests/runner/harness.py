@@ -21,12 +21,14 @@ from headrace.distributed.mesh import Mesh
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import CoreFacts
 from headrace.graph_sizes import GraphSettings
+from headrace.layers.adapters import Adapters
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models import filling, loader
 from headrace.models.served import attention_specs, describe
 from headrace.request import EngineCoreRequest
+from headrace.runner.adapters import AdapterStore
 from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import MaskedStep
@@ -92,10 +94,12 @@ def make_runner(
     own_drafts: int = 0,
     head_drafts: int = 0,
     taps: tuple[int, ...] = (),
+    max_loras: int = 0,
     **sizes: object,
 ) -> ModelRunner:
-    """`own_drafts`: the model guesses so many tokens itself, by the same weights with another cache; `head_drafts`: so
-    many are guessed by a head of it that reads the inputs of its layers `taps`, or its hidden states."""
+    """`max_loras`: slots of adapters, which hold random ones. `own_drafts`: the model guesses so many tokens itself, by
+    the same weights with another cache; `head_drafts`: so many are guessed by a head of it that reads the inputs of its
+    layers `taps`, or its hidden states."""
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
     spec = describe(model_config)
     head = a_head(spec, taps)
@@ -105,9 +109,13 @@ def make_runner(
     )
     backend, own = AttentionInGraphs(), len(spec.layers)
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
+    adapters = Adapters(max_loras, 16, KERNELS, torch.float32, CPU)
+    of_model = context.layers(0, own)
+    if max_loras:
+        of_model = replace(of_model, seat=adapters.seat)
     with mock.patch.object(filling, "DUMMY_RANGE", 0.5):  # of +-1e-3 all logits are alike
         load_format = "auto" if name == "demo" else "dummy"
-        model = loader.load_model(DEMO, model_config, context.layers(0, own), load_format, taps=taps)
+        model = loader.load_model(DEMO, model_config, of_model, load_format, taps=taps)
         if own_drafts:
             draft = loader.load_model(DEMO, model_config, context.layers(own), load_format)
             drafter = ModelDrafter(draft, specs[own:], own_drafts, LIMITS.max_model_len, KERNELS)
@@ -122,7 +130,11 @@ def make_runner(
     if settings is not None and drafter is not None:
         settings = replace(settings, decode_lens=tuple({1, 1 + drafter.num_drafts}))
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
-    return ModelRunner(model, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
+    made = torch.Generator().manual_seed(5)
+    for a, b, ranks, *_ in (seat.weights for seat in adapters.seats):
+        a.normal_(generator=made), b.normal_(0, 0.05, generator=made), ranks.fill_(16)
+    store = AdapterStore(adapters, model_config) if max_loras else None
+    return ModelRunner(model, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter, adapters=store)
 
 
 class InThisProcess:

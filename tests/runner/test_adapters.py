@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace import LLM, LoRARequest, SamplingParams
+from headrace.errors import SomeRequestsError
 from headrace.request import RequestOutput
 from tests.lora import ALL, merge, save_adapter, scores
 
@@ -108,6 +109,33 @@ def test_adapters_take_turns_where_there_are_more_than_slots(llama: Family) -> N
         asked = [llama.requests[one] for one in order]
         prompts = [PROMPTS[place % 4] for place in range(len(order))]
         check(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=asked), [llama.models[one] for one in order])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"batch_invariant": True},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_however_the_engine_runs(how: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    """An adapter that cannot be read ends its own request alone."""
+    asked = [*llama.requests[:3], request(9, tmp_path)]
+    with LLM(str(llama.folder), max_loras=2, **{**SIZES, **how}) as llm:
+        with pytest.raises(SomeRequestsError, match=r"1 of 4 requests failed.*number 3: .* cannot be read") as failed:
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=asked)
+        check(failed.value.outputs[:3], llama.models[:3])
+
+
+def test_a_quantized_model_with_an_adapter_is_as_near_as_without(llama: Family) -> None:
+    with LLM(str(llama.folder), max_loras=2, quantization="ptpc_fp8", **SIZES) as llm:
+        outputs = llm.generate(PROMPTS[:3], PARAMS, use_tqdm=False, lora_request=llama.requests[:3])
+    for output, model in zip(outputs, llama.models, strict=False):
+        tokens, found = scored(output)
+        assert (found - scores(model, tokens)).norm() < 2.5  # 0.5 to 0.9 in these; what the adapters change: 10
 
 
 @pytest.mark.parametrize(

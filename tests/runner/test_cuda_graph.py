@@ -19,7 +19,7 @@ from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.input_batch import InputBatch
 from headrace.runner.model_runner import ModelRunner
 from headrace.sampling_params import SamplingParams
-from headrace.step import SchedulerOutput
+from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 from tests.runner.fakes import RecordingDevice, shapes_of
 from tests.runner.harness import CPU, MODELS, Answers, check, make_core, make_runner, serve
 
@@ -247,6 +247,32 @@ def test_a_warm_up_step_that_fails_is_the_last() -> None:
         patch.setattr(runner, "execute", lambda step: 1 / 0)
         assert core.warm_up()
     assert not core.warm_up()
+
+
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    """Which serve requests whatever adapters they have, and leave those without as they are."""
+    eager, captured = (make_runner("llama", mode, max_loras=2) for mode in ("NONE", "FULL_AND_PIECEWISE"))
+    for runner in (eager, captured):
+        runner.allocate(26)
+
+    def answers(runner: ModelRunner, *slots: int) -> list[list[int]]:
+        """Of three requests: a step for their prompts, then decodes."""
+        rows, params = [0, 1, 2], SamplingParams(temperature=0.0)
+        new = [NewRow(row, [7 * row + 1, 2, 9, 4, 30], params, [], adapter_slot=slots[row]) for row in rows]
+        blocks = [BlockUpdate(row, 0, [*range(4 * row, 4 * row + 4)]) for row in rows]
+        prompts = SchedulerOutput(0, new, rows, blocks, rows, [0] * 3, [5] * 3, [True] * 3)
+        steps = [prompts, *(decode_step(number, rows, 4 + number) for number in range(1, 4))]
+        found = [runner.execute(step).result().token_ids for step in steps]
+        return [[step[row] for step in found] for row in rows]
+
+    plain = answers(eager, -1, -1, -1)
+    for slots in ((0, -1, 1), (1, 1, -1), (-1, 0, 0), (-1, -1, -1)):
+        expected = answers(eager, *slots)
+        assert answers(captured, *slots) == expected
+        assert [row for row in range(3) if expected[row] != plain[row]] == [row for row in range(3) if slots[row] >= 0]
+    assert captured.graphs is not None
+    assert {shape.adapted for shape in shapes_of(captured.graphs)} == {False, True}
+    assert {shape.kind for shape in shapes_of(captured.graphs) if shape.adapted} == {"full", "piecewise"}
 
 
 def test_what_is_padded_to_what() -> None:
