@@ -112,8 +112,12 @@ class CoreProcesses:
         """End the cores. No process is left when this returns."""
         for task in self._next:
             task.cancel()
-        stops = [client.shutdown() for client in self._clients]
-        self._loop.run_until_complete(asyncio.gather(*self._next, *stops, return_exceptions=True))
+
+        async def end() -> None:
+            stops = [client.shutdown() for client in self._clients]
+            await asyncio.gather(*self._next, *stops, return_exceptions=True)
+
+        self._loop.run_until_complete(end())
         self._loop.close()
 
 

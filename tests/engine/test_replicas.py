@@ -14,7 +14,7 @@ from headrace.config import EngineConfig
 from headrace.engine import replicas
 from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.replicas import MOST_LOST
-from headrace.errors import ConfigError, EngineDeadError
+from headrace.errors import CheckpointError, ConfigError, EngineDeadError
 from headrace.llm import LLM
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import SLOW_TOKEN, STUCK_TOKEN, model_folder
@@ -137,6 +137,11 @@ class AsyncEngineStub:
 
     async def shutdown(self, timeout: float) -> None:
         pass
+
+
+def test_offline_what_keeps_a_core_from_starting_is_said(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors lacks `model\.norm\.weight`"):
+        LLM(str(folder), data_parallel_size=2, executor="tests.engine.fakes:make_broken")
 
 
 def test_offline_the_tokens_are_the_same() -> None:
