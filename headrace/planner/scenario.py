@@ -123,7 +123,7 @@ class Scenario:
         has_units = "fp8" in self.chip.flops
         if self.checkpoint.fp8_kv_cache and has_units:
             return Decision(field, FP8, "the checkpoint brings scales for it")
-        if self.engine == "headrace" and not self.checkpoint.is_mla and runs_fp8_cache(dtype, self.chip):
+        if self.engine == "headrace" and runs_fp8_cache(dtype, self.chip):
             value, why, other = cache_for(self.request.objective, dtype)
             return Decision(field, value, why, other or OFFERED)
         return Decision(field, dtype, LOSSLESS, OFFERED if has_units else "")
