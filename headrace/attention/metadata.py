@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.attention.batch import Batch
@@ -68,6 +69,30 @@ class AttentionMetadata:
             num_decodes=batch.num_decodes,
             max_prompt_len=batch.max_prompt_len,
             prompt_keys=batch.prompt_keys,
+        )
+
+    @staticmethod
+    def of_prompts(
+        count: int, length: int, block_size: int, num_groups: int, device: torch.device
+    ) -> AttentionMetadata:
+        """Return what attention is told of `count` new requests of `length` tokens each. Each has blocks of its own, as
+        many as it needs, the first request the first ones, in the cache of every group."""
+        blocks = -(-length // block_size)
+        rows = torch.arange(count + 1, dtype=torch.int32, device=device)
+        positions = torch.arange(length, device=device).repeat(count)
+        slots = (rows[:-1].long() * blocks * block_size).repeat_interleave(length) + positions
+        table = torch.arange(count * blocks, dtype=torch.int32, device=device).view(count, blocks)
+        return AttentionMetadata(
+            rows=rows[:-1],
+            query_start_loc=rows * length,
+            seq_lens=torch.full_like(rows[:-1], length),
+            positions=positions,
+            slot_mappings=(slots,) * num_groups,
+            block_tables=(table,) * num_groups,
+            num_reqs=count,
+            num_tokens=count * length,
+            max_query_len=length,
+            max_seq_len=length,
         )
 
     def sequences(self, group: int) -> Sequences:

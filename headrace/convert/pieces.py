@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from headrace.convert.schemes import WeightScheme
+from headrace.convert.weight_scheme import WeightScheme
 from headrace.errors import ConfigError
 from headrace.feed_forwards import Experts
+from headrace.mixers import Attention, RecurrentState
 from headrace.model_config import ModelConfig
 from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.checkpoint import (
@@ -44,6 +44,8 @@ class Piece:
     name: str
     """in the new checkpoint, if it keeps its form"""
     stored: StoredTensor
+    own: str = ""
+    """its name here, `model.layers.3.self_attn.q_proj.weight`"""
     rounded: bool = False
     why: str = ""
     """why a weight is not rounded"""
@@ -72,15 +74,6 @@ class Piece:
             weight: Tensor = found[experts, :, first:end].mT if self.transposed else found[experts, first:end]
             return weight[0].contiguous()
 
-    def written(self, values: Tensor, scheme: WeightScheme) -> tuple[dict[str, Tensor], float | None]:
-        """Return two things: the tensors that are written, by their names, and the relative error of a weight that was
-        rounded."""
-        if not self.rounded:
-            return {self.name: values}, None
-        found = scheme.round(values)
-        tensors = {f"{self.linear}.{name}": tensor for name, tensor in scheme.write(found).items()}
-        return tensors, 0.0 if values.is_meta else float((found.lost / found.total.clamp_min(1e-300)).sqrt())
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -90,6 +83,10 @@ class Shard:
     pieces: tuple[Piece, ...]
     num_bytes: int
     """of the tensors in it"""
+    layer: int = -1
+    """the number of the layer that it holds; -1: none"""
+    kv_scales: tuple[str, ...] = ()
+    """the names of the scales of K and V that it holds too"""
 
     @property
     def source_bytes(self) -> int:
@@ -116,10 +113,27 @@ def plan_shards(folder: Path, config: ModelConfig, spec: ModelSpec, scheme: Weig
             groups.append([])
         groups[-1].append(piece)
     groups = [group for group in groups if group]
-    return [
-        Shard(_STEM.format(number, len(groups)), tuple(group), sum(sizes[piece.name] for piece in group))
-        for number, group in enumerate(groups, 1)
-    ]
+    shards = []
+    for number, group in enumerate(groups, 1):
+        layer, scales = _place(group[0])[0], _kv_scales(group, spec, scheme)
+        size = sum(sizes[piece.name] for piece in group) + _SCALE_BYTES * len(scales)
+        shards.append(Shard(_STEM.format(number, len(groups)), tuple(group), size, layer, scales))
+    return shards
+
+
+def _kv_scales(pieces: list[Piece], spec: ModelSpec, scheme: WeightScheme) -> tuple[str, ...]:
+    """Return the names of the scales of K and V of a layer's cache, if the scheme has some and the layer caches both.
+    Raises ConfigError for a cache whose scales no style has a name for."""
+    layer, names = _place(pieces[0])[0], scheme.style.kv_scales
+    if not scheme.kv_scales or names is None or not 0 <= layer < len(spec.layers):
+        return ()
+    mixer = spec.layers[layer].mixer
+    if isinstance(mixer, RecurrentState):
+        return ()
+    if not isinstance(mixer, Attention) or mixer.norm_last:
+        raise ConfigError(f"--kv-cache-dtype fp8: no format has a name for scales of what layer {layer} caches")
+    front = next(name for piece in pieces if (name := piece.name.partition(".self_attn.")[0]) != piece.name)
+    return tuple(f"{front}.self_attn.{name}" for name in names)
 
 
 def _place(piece: Piece) -> tuple[int, str]:
@@ -134,20 +148,19 @@ def _pieces(file: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightSche
     ours = {one.within or one.name: one.name for one in text_tensors(stored, config, spec.names)[0]}
     for one in stored:
         name = ours.get(one.name, "")
-        name = name if name in linears else f"model.{name}"
+        name = name if name in linears or name.startswith("model.") else f"model.{name}"
+        piece = Piece(one.name, one, name, shape=one.shape)
         layer = _NUMBER.search(name)
         of_all = of_all_experts(one.name)
         if layer and of_all[1] == "weight" and len(one.shape) == 3 and one.dtype in WIDE_TYPES:
-            yield from _each_expert(one, spec.layers[int(layer[1])], of_all[0], scheme)
+            yield from _each_expert(piece, spec.layers[int(layer[1])], of_all[0], scheme)
         elif len(one.shape) != 2:
-            yield Piece(
-                one.name, one, why=STACKED if of_all_experts(name.removesuffix(".weight"))[0] else "", shape=one.shape
-            )
+            yield replace(piece, why=STACKED if of_all_experts(name.removesuffix(".weight"))[0] else "")
         elif name in linears and one.dtype in WIDE_TYPES and one.name.endswith(".weight"):
             why = "attention multiplies with parts of it" if linears[name] else scheme.refusal(one.shape)
-            yield Piece(one.name, one, not why, why, shape=one.shape)
+            yield replace(piece, rounded=not why, why=why)
         else:
-            yield Piece(one.name, one, why=KEPT, shape=one.shape)
+            yield replace(piece, why=KEPT)
 
 
 @functools.cache
@@ -165,9 +178,9 @@ def _linears(spec: ModelSpec) -> dict[str, bool]:
     return linears
 
 
-def _each_expert(one: StoredTensor, layer: LayerSpec, linear: str, scheme: WeightScheme) -> Iterator[Piece]:
-    """Yield the linears of a tensor that holds those of all experts: compressed-tensors has a linear for each."""
-    block = layer.feed_forward
+def _each_expert(piece: Piece, layer: LayerSpec, linear: str, scheme: WeightScheme) -> Iterator[Piece]:
+    """Yield the linears of a tensor that holds those of all experts: the new checkpoint has a linear for each."""
+    block, one = layer.feed_forward, piece.stored
     if not isinstance(block, Experts) or block.names.stacked:
         raise ConfigError(
             f"{one.name} holds gates and ups of all experts in turn, which no scheme takes apart yet; accepted: "
@@ -179,18 +192,22 @@ def _each_expert(one: StoredTensor, layer: LayerSpec, linear: str, scheme: Weigh
     parts = parts or {names.down: (0, hidden)}
     shape = (2 * wide, hidden) if name == "gate_up_proj" else (hidden, wide)
     transposed = one.shape[1:] == shape[::-1] and shape[0] != shape[1]
+    layers = piece.own[: _NUMBER.search(piece.own).end()]  # type: ignore[union-attr]
     for expert in range(one.shape[0]):
         for part, rows in parts.items():
             own = (rows[1] - rows[0], shape[1])
             why = scheme.refusal(own)
-            yield Piece(f"{front}.{expert}.{part}.weight", one, not why, why, expert, rows, transposed, own)
+            yield Piece(
+                f"{front}.{expert}.{part}.weight", one, f"{layers}{names.block}.experts.{expert}.{part}.weight",
+                not why, why, expert, rows, transposed, own,
+            )  # fmt: skip
 
 
 @functools.cache
 def _written_bytes(shape: tuple[int, ...], dtype: str, rounded: bool, scheme: WeightScheme) -> int:
     if not rounded:
         return _size(shape, dtype)
-    made = scheme.write(scheme.round(torch.empty(shape, dtype=TYPES[dtype], device="meta")))
+    made = scheme.written(scheme.unfilled(shape, TYPES[dtype]))
     return sum(tensor.numel() * tensor.element_size() for tensor in made.values())
 
 
@@ -198,22 +215,16 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
     return replace(_NOWHERE, shape=shape, dtype=dtype).num_bytes
 
 
+_SCALE_BYTES = 4
 _NOWHERE = StoredTensor("", Path(), (), "U8", 0)
 
 
-def stated(shards: list[Shard], scheme: WeightScheme) -> dict[str, object]:
+def quantization_config(shards: list[Shard], scheme: WeightScheme) -> dict[str, object]:
     """Return config.json's quantization_config, which names every linear that keeps its type."""
     pieces = [piece for shard in shards for piece in shard.pieces]
     kept = [piece.linear for piece in pieces if piece.why and not _of_embedding(piece) and len(piece.shape) == 2]
-    return {
-        "quant_method": "compressed-tensors",
-        "format": scheme.format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme.described()},
-        "ignore": [*dict.fromkeys(("lm_head", *kept))],
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+    rounded = [piece.linear for piece in pieces if piece.rounded]
+    return scheme.style.stated(scheme, [*dict.fromkeys(("lm_head", *kept))], rounded)
 
 
 def _of_embedding(piece: Piece) -> bool:

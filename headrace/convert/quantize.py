@@ -13,7 +13,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headrace import __version__
-from headrace.convert.pieces import Shard, index, plan_shards, stated
-from headrace.convert.schemes import WeightScheme
-from headrace.errors import CheckpointError, ConfigError
-from headrace.model_config import read_object
+from headrace.convert.awq import Scaling, find_scalings
+from headrace.convert.calibration import Calibration
+from headrace.convert.gptq import round_by_gptq
+from headrace.convert.pieces import Piece, Shard, index, plan_shards, quantization_config
+from headrace.convert.rounding import FP8_MAX, Rounded
+from headrace.convert.texts import Texts
+from headrace.convert.watch import Watch
+from headrace.convert.weight_scheme import WeightScheme
+from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
+from headrace.model_config import ModelConfig, read_object
+from headrace.model_spec import ModelSpec
 from headrace.models.checkpoint import checkpoint_files
 from headrace.models.served import describe, read_served_config
 
@@ -52,43 +61,103 @@ class Outcome:
     bytes_after: int
     made: int
     """files of weights that this run made; the others were there"""
+    moved: dict[int, float]
+    """how far hidden states of held-out text are from the old model's behind each layer; empty: not measured"""
+    perplexity: tuple[float, ...]
+    """of held-out text, before and after; empty: not measured"""
+    nearest: tuple[str, ...]
+    """linears that GPTQ could do nothing for, which were rounded to nearest"""
+    unreached: tuple[str, ...]
+    """experts that no calibration text went to"""
+    notes: tuple[str, ...]
+    """what the user should know besides"""
 
 
-def quantize(folder: Path, output: Path, scheme: WeightScheme, device: torch.device) -> Outcome:
-    """Write the model in `folder` to `output` in the scheme's format. Raises ConfigError for a model that is quantized
-    already, a folder that holds something else, and a disk that is too small, before anything is written."""
+def quantize(
+    folder: Path, output: Path, scheme: WeightScheme, device: torch.device, texts: Texts | None = None
+) -> Outcome:
+    """Write the model in `folder` to `output` in the scheme's format. `texts`: to calibrate with, and to measure with;
+    None: nothing is measured. Raises ConfigError for a model that is quantized already, a folder that holds something
+    else, a disk that is too small, and a scheme that needs text, before anything is written."""
     config = read_served_config(folder)
     if config.quantization:
         method = config.quantization.get("quant_method", "its own format")
         raise ConfigError(f"{folder} is quantized already ({method}); accepted: a checkpoint of 16 or 32 bits")
-    shards = plan_shards(folder, config, describe(config), scheme)
-    record = _begin(output, _identity(folder, scheme, device))
+    if scheme.calibrated and (texts is None or not len(texts.calibration)):
+        raise ConfigError(f"{scheme.name} needs calibration text: --num-calib-data must be above 0")
+    spec = describe(config)
+    shards = plan_shards(folder, config, spec, scheme)
+    calibration, notes = _calibration(folder, output, config, shards, scheme, device, texts)
+    record = _begin(output, _identity(folder, scheme, device, texts))
     done: dict[str, Any] = record["files"]
     waiting = [shard for shard in shards if shard.file not in done]
     _check_room(output, sum(shard.num_bytes for shard in waiting))
     if not done:  # before any file that would make the folder look like another's
         _write_text(output / RECORD, json.dumps(record, indent=1) + "\n")
-    progress = _Progress(sum(shard.source_bytes for shard in waiting), len(shards))
-    for shard in waiting:
-        done[shard.file] = _write_shard(shard, output, scheme, device)
-        _write_text(output / RECORD, json.dumps(record, indent=1) + "\n")
+    if calibration is not None and not ("perplexity" in record and not waiting):
+        progress = _Progress(sum(shard.source_bytes for shard in shards), len(shards))
+    else:
+        calibration, progress = None, _Progress(sum(shard.source_bytes for shard in waiting), len(shards))
+    run = _Run(output, scheme, device, spec, calibration)
+    # the embedding, which is of no layer, is what the first layer begins with
+    for shard in sorted(shards, key=lambda shard: run.walks(shard)):
+        if shard.file in done and calibration is None:
+            continue
+        made = run.make(shard, done.get(shard.file))
+        if shard.file not in done:
+            done[shard.file] = made
+            _write_text(output / RECORD, json.dumps(record, indent=1) + "\n")
         progress.reached(shard, len(done))
+    if calibration is not None:
+        record["perplexity"] = [_short(value) for value in calibration.perplexity]
+        _write_text(output / RECORD, json.dumps(record, indent=1) + "\n")
     if not (output / "config.json").exists():
         _finish(folder, output, shards, scheme)
     shutil.rmtree(output / PARTIAL, ignore_errors=True)
+    return _outcome(shards, record, len(waiting), notes)
+
+
+def _outcome(shards: list[Shard], record: dict[str, Any], made: int, notes: list[str]) -> Outcome:
+    files = [(shard, record["files"][shard.file]) for shard in shards]
     return Outcome(
-        errors={name: error for file in done.values() for name, error in file["errors"].items()},
+        errors={name: error for _, file in files for name, error in file["errors"].items()},
         kept={piece.linear: piece.why for shard in shards for piece in shard.pieces if piece.why},
         bytes_before=sum(shard.source_bytes for shard in shards),
         bytes_after=sum(shard.num_bytes for shard in shards),
-        made=len(waiting),
+        made=made,
+        moved={shard.layer: file["moved"] for shard, file in files if "moved" in file},
+        perplexity=tuple(record.get("perplexity", ())),
+        nearest=tuple(name for _, file in files for name in file.get("nearest", ())),
+        unreached=tuple(name for _, file in files for name in file.get("unreached", ())),
+        notes=tuple(notes),
     )
 
 
-def _identity(folder: Path, scheme: WeightScheme, device: torch.device) -> dict[str, Any]:
+def _calibration(
+    folder: Path, output: Path, config: ModelConfig, shards: list[Shard], scheme: WeightScheme, device: torch.device,
+    texts: Texts | None,
+) -> tuple[Calibration | None, list[str]]:  # fmt: skip
+    """Return what takes texts through the layers, if there are any, and what the user should know."""
+    if texts is None:
+        return None, []
+    if not scheme.calibrated:
+        texts = Texts(texts.calibration[:0], texts.held_out)
+    try:
+        return Calibration(folder, output, config, quantization_config(shards, scheme), texts, device), []
+    except (ConfigError, UnsupportedModelError) as error:
+        if scheme.calibrated:
+            raise
+        return None, [f"Hidden states and perplexity were not measured: {error}"]
+
+
+def _identity(folder: Path, scheme: WeightScheme, device: torch.device, texts: Texts | None) -> dict[str, Any]:
     """Return what a run that goes on must have in common with the one that began."""
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint_files(folder)}
-    return {"headrace": __version__, "scheme": scheme.described(), "device": device.type, "source": files}
+    identity = {"headrace": __version__, "scheme": scheme.identity(), "device": device.type, "source": files}
+    if texts is not None:  # sums depend on the number of threads
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        identity |= {"texts": texts.digest, "device": f"{device.type}, {name}"}
+    return identity
 
 
 def _begin(output: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -124,25 +193,90 @@ def _check_room(output: Path, needed: int) -> None:
     output.mkdir(parents=True, exist_ok=True)
 
 
-def _write_shard(shard: Shard, output: Path, scheme: WeightScheme, device: torch.device) -> dict[str, Any]:
-    """Write one file of the checkpoint; return what the record says of it."""
-    tensors: dict[str, torch.Tensor] = {}
-    errors: dict[str, float] = {}
-    for piece in shard.pieces:
-        try:
-            values = piece.read()
-            made, error = piece.written(values.to(device) if piece.rounded else values, scheme)
-        except (CheckpointError, SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{piece.name} in {piece.stored.file.name}: {problem}") from None
-        tensors |= {name: tensor.cpu().contiguous() for name, tensor in made.items()}
-        if error is not None:
-            errors[piece.linear] = float(f"{error:.4g}")  # the order of sums depends on the number of threads
+@dataclass(frozen=True)
+class _Run:
+    """Makes the files of a checkpoint."""
 
-    def save(file: Path) -> None:
-        save_file(tensors, file, metadata={"format": "pt"})
+    output: Path
+    scheme: WeightScheme
+    device: torch.device
+    spec: ModelSpec
+    calibration: Calibration | None
 
-    _replace(output / shard.file, save)
-    return {"bytes": shard.num_bytes, "errors": errors}
+    def walks(self, shard: Shard) -> int:
+        """Return the number of the layer whose file it is, if texts go through it; else -1."""
+        return shard.layer if self.calibration is not None and shard.layer < len(self.spec.layers) else -1
+
+    def make(self, shard: Shard, done: dict[str, Any] | None) -> dict[str, Any]:
+        """Write one file of the checkpoint, unless it is `done`, and take texts through its layer; return what the
+        record says of it."""
+        number, watch, largest = self.walks(shard), None, [0.0, 0.0]
+        if number >= 0 and self.calibration is not None:
+            watch = Watch(self.scheme.act_order) if done is None and self.scheme.calibrated else None
+            largest = self.calibration.watch(number, watch)
+        made = self._write(shard, watch, largest) if done is None else done
+        del watch  # before another layer is loaded
+        if number >= 0 and self.calibration is not None:
+            moved = self.calibration.follow(number)
+            made = made if moved is None else {**made, "moved": _short(moved)}
+        return made
+
+    def _write(self, shard: Shard, watch: Watch | None, largest: list[float]) -> dict[str, Any]:
+        tensors: dict[str, Tensor] = {}
+        made: dict[str, Any] = {"bytes": shard.num_bytes, "errors": {}}
+        scalings: dict[str, Scaling] = {}
+        if self.scheme.algorithm == "awq" and watch is not None:
+            pieces = {piece.own: piece for piece in shard.pieces}
+            layer, prefix = self.spec.layers[shard.layer], f"model.layers.{shard.layer}."
+            scalings = find_scalings(layer, prefix, pieces, watch, self.scheme, self.device)
+        for piece in shard.pieces:
+            with _named(piece):
+                values = piece.read()
+                if piece.own in scalings:
+                    values = scalings[piece.own].applied(values.to(self.device))
+                if not piece.rounded:
+                    tensors[piece.name] = values.cpu().contiguous()
+                    continue
+                found, by_algorithm = self._rounded(piece, values.to(self.device), watch)
+            of_linear = self.scheme.written(found)
+            tensors |= {f"{piece.linear}.{name}": tensor.cpu().contiguous() for name, tensor in of_linear.items()}
+            made["errors"][piece.linear] = _short(float((found.lost / found.total.clamp_min(1e-300)).sqrt()))
+            if not by_algorithm:
+                made.setdefault("nearest", []).append(piece.linear)
+        for name, value in zip(shard.kv_scales, largest, strict=False):
+            tensors[name] = torch.tensor([value / FP8_MAX or 1.0])
+        if watch is not None and (unreached := watch.unreached()):
+            made["unreached"] = unreached
+
+        def save(file: Path) -> None:
+            save_file(tensors, file, metadata={"format": "pt"})
+
+        _replace(self.output / shard.file, save)
+        return made
+
+    def _rounded(self, piece: Piece, weight: Tensor, watch: Watch | None) -> tuple[Rounded, bool]:
+        """Return two things: what a weight is rounded to, and whether that is what the scheme's algorithm makes of
+        it."""
+        if self.scheme.algorithm != "gptq":
+            return self.scheme.round(weight), True
+        factor = None if watch is None else watch.of(piece.own.removesuffix(".weight")).factor
+        if factor is None:
+            return self.scheme.round(weight), False
+        return round_by_gptq(weight, factor, *self.scheme.blocks(tuple(weight.shape)), self.scheme.grid), True
+
+
+@contextmanager
+def _named(piece: Piece) -> Iterator[None]:
+    """Put the name of a tensor in front of what is wrong with it."""
+    try:
+        yield
+    except (CheckpointError, SafetensorError, OSError) as problem:
+        raise CheckpointError(f"{piece.name} in {piece.stored.file.name}: {problem}") from None
+
+
+def _short(value: float) -> float:
+    """Return a measured number with as many digits as all runs agree on."""
+    return float(f"{value:.4g}")  # the order of sums depends on the number of threads
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
@@ -184,7 +318,7 @@ def _finish(folder: Path, output: Path, shards: list[Shard], scheme: WeightSchem
         with safe_open(output / shard.file, framework="pt") as opened:
             names[shard.file] = [*opened.keys()]
     _write_text(output / INDEX, index(shards, names))
-    config = read_object(folder / "config.json") | {"quantization_config": stated(shards, scheme)}
+    config = read_object(folder / "config.json") | {"quantization_config": quantization_config(shards, scheme)}
     _write_text(output / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Rounds a weight to the nearest numbers of a format, block by block.
 
 A scale is rounded to the type in which it is stored before anything is divided by it, so that what a reader multiplies
-is what was rounded to. Every function takes tensors on the meta device too, which tells the sizes of what it returns.
+is what was rounded to.
 """
 
 from __future__ import annotations
@@ -54,24 +54,34 @@ class Rounded:
 def round_to_nearest(weight: Tensor, rows: int, columns: int, grid: Grid) -> Rounded:
     """Round weight [out, in], of which blocks of `rows` outputs and `columns` inputs share a scale; the last may be
     smaller. Raises CheckpointError for NaN and Inf."""
-    largest = _largest(weight, rows, columns)
-    if not weight.is_meta and not bool(largest.isfinite().all()):
-        raise CheckpointError("holds NaN or Inf, which no format can be rounded to")
-    scales = grid.scales(largest, weight.dtype)
-    factors = e8m0_to_float(scales) if scales.dtype == torch.uint8 else scales.float()
+    scales = block_scales(weight, rows, columns, grid)
     codes = torch.empty(weight.shape, dtype=grid.code_dtype, device=weight.device)
     lost, total = (torch.zeros((), dtype=torch.float64, device=weight.device) for _ in range(2))
     outputs, inputs = weight.shape
     step = max(1, AT_ONCE // inputs)
     for start in range(0, outputs, step):
         part = weight[start : start + step].float()
-        row_blocks = torch.arange(start, start + len(part), device=weight.device) // rows
-        own = factors[row_blocks].repeat_interleave(columns, 1)[:, :inputs]
+        own = spread(scales, rows, columns, range(start, start + len(part)), inputs)
         held = grid.codes(part / own)
         codes[start : start + step] = held
         lost += (grid.values(held) * own - part).square().sum(dtype=torch.float64)
         total += part.square().sum(dtype=torch.float64)
     return Rounded(codes, scales, lost, total)
+
+
+def block_scales(weight: Tensor, rows: int, columns: int, grid: Grid) -> Tensor:
+    """Return the scales of a weight's blocks as they are stored. Raises CheckpointError for NaN and Inf."""
+    largest = _largest(weight, rows, columns)
+    if not bool(largest.isfinite().all()):
+        raise CheckpointError("holds NaN or Inf, which no format can be rounded to")
+    return grid.scales(largest, weight.dtype)
+
+
+def spread(scales: Tensor, rows: int, columns: int, outputs: range, inputs: int) -> Tensor:
+    """Return what each weight of some outputs is divided by # [len(outputs), inputs] fp32."""
+    factors = e8m0_to_float(scales) if scales.dtype == torch.uint8 else scales.float()
+    row_blocks = torch.arange(outputs.start, outputs.stop, device=scales.device) // rows
+    return factors[row_blocks].repeat_interleave(columns, 1)[:, :inputs]
 
 
 def _largest(weight: Tensor, rows: int, columns: int) -> Tensor:

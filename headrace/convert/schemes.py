@@ -1,125 +1,63 @@
-"""Lists the schemes of `headrace quantize`: what is written of a linear, and how config.json describes it.
-
-Both are as compressed-tensors writes them, which headrace, vLLM, SGLang and transformers read.
-"""
+"""Lists the schemes of `headrace quantize`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from headrace.convert.rounding import FP8, INT4, INT8, MXFP4, Grid, Rounded, round_to_nearest
+from headrace.convert.rounding import FP8, INT4, INT8, MXFP4
+from headrace.convert.styles import STYLES
+from headrace.convert.weight_scheme import WeightScheme
 from headrace.errors import ConfigError
-from headrace.quantization.spellings import pack_words
 
 _TOKEN = {"strategy": "token", "dynamic": True}
 _BLOCK = 128
 DEFAULT_GROUP = 128
 """inputs that share a scale in w4a16, unless the user says otherwise"""
 
-
-@dataclass(frozen=True)
-class WeightScheme:
-    """Says how a linear's weight is rounded, and what is written of it."""
-
-    name: str
-    grid: Grid
-    kind: str
-    """`int` or `float`"""
-    bits: int
-    strategy: str
-    """which weights share a scale: `tensor`, `channel`, `block` or `group`"""
-    format: str
-    """compressed-tensors' name of how tensors lie"""
-    write: Callable[[Rounded], dict[str, Tensor]]
-    """gives the tensors of a linear by their names in it"""
-    block: tuple[int, int] = (0, 0)
-    """outputs and inputs that share a scale; 0: all"""
-    inputs: tuple[tuple[str, Any], ...] = ()
-    """how activations are rounded; empty: they keep 16 bits"""
-    scale_dtype: str = ""
-    """of scales, where it is not the model's"""
-
-    def round(self, weight: Tensor) -> Rounded:
-        """Round a weight [out, in]."""
-        rows, columns = (one or size for one, size in zip(self.block, weight.shape, strict=True))
-        return round_to_nearest(weight, rows, columns, self.grid)
-
-    def refusal(self, shape: tuple[int, ...]) -> str:
-        """Say why a weight of that shape keeps its type; "" if it can be rounded."""
-        columns = self.block[1]
-        return f"{shape[1]} inputs are no multiple of {columns}" if columns and shape[1] % columns else ""
-
-    def described(self) -> dict[str, Any]:
-        """Return the group of config.json's quantization_config that describes all linears."""
-        rounded = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
-        size = {"group": self.block[1], "channel": -1 if self.format == "pack-quantized" else None}.get(self.strategy)
-        weights = {**rounded, "strategy": self.strategy, "group_size": size, "dynamic": False}
-        if self.strategy == "block":
-            weights["block_structure"] = [*self.block]
-        if self.scale_dtype:
-            weights |= {"scale_dtype": self.scale_dtype, "zp_dtype": self.scale_dtype}
-        inputs = {**rounded, "group_size": None, **dict(self.inputs)} if self.inputs else None
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-        return {**group, "format": self.format}
-
-
-def _whole_bytes(rounded: Rounded) -> dict[str, Tensor]:
-    return {"weight": rounded.codes, "weight_scale": rounded.scales}
-
-
-def _one_scale(rounded: Rounded) -> dict[str, Tensor]:
-    return {"weight": rounded.codes, "weight_scale": rounded.scales.view(1)}
-
-
-def _packed_integers(rounded: Rounded) -> dict[str, Tensor]:
-    codes = (rounded.codes + 8).view(torch.uint8)  # counted from the least
-    return {
-        "weight_packed": pack_words(codes, 4, torch.int32),
-        "weight_scale": rounded.scales,
-        "weight_shape": torch.tensor(rounded.codes.shape),
-    }
-
-
-def _packed_floats(rounded: Rounded) -> dict[str, Tensor]:
-    return {"weight_packed": pack_words(rounded.codes, 4, torch.uint8), "weight_scale": rounded.scales}
-
-
-_FP8 = WeightScheme("fp8", FP8, "float", 8, "tensor", "float-quantized", _one_scale, inputs=(*_TOKEN.items(),))
+_STYLE = STYLES["compressed-tensors"]
+_FP8 = WeightScheme("fp8", FP8, "float", 8, "tensor", "float-quantized", _STYLE, inputs=(*_TOKEN.items(),))
+_INT4 = WeightScheme("w4a16", INT4, "int", 4, "group", "pack-quantized", _STYLE, (1, DEFAULT_GROUP))
 _OF_BLOCKS = {"strategy": "group", "group_size": _BLOCK, "dynamic": True}
 SCHEMES = {
     one.name: one
     for one in (
         _FP8,
-        replace(_FP8, name="fp8_channel", strategy="channel", write=_whole_bytes, block=(1, 0)),
-        replace(
-            _FP8, name="fp8_block", strategy="block", write=_whole_bytes, block=(_BLOCK, _BLOCK),
-            inputs=(*_OF_BLOCKS.items(),),
-        ),
+        replace(_FP8, name="fp8_channel", strategy="channel", block=(1, 0)),
+        replace(_FP8, name="fp8_block", strategy="block", block=(_BLOCK, _BLOCK), inputs=(*_OF_BLOCKS.items(),)),
+        WeightScheme("int8", INT8, "int", 8, "channel", "int-quantized", _STYLE, (1, 0), (*_TOKEN.items(),)),
+        _INT4,
+        replace(_INT4, name="w4a16_gptq", algorithm="gptq"),
+        replace(_INT4, name="w4a16_awq", algorithm="awq"),
         WeightScheme(
-            "int8", INT8, "int", 8, "channel", "int-quantized", _whole_bytes, (1, 0), inputs=(*_TOKEN.items(),)
-        ),
-        WeightScheme("w4a16", INT4, "int", 4, "group", "pack-quantized", _packed_integers, (1, DEFAULT_GROUP)),
-        WeightScheme(
-            "mxfp4", MXFP4, "float", 4, "group", "mxfp4-pack-quantized", _packed_floats, (1, 32),
-            scale_dtype="torch.uint8",
+            "mxfp4", MXFP4, "float", 4, "group", "mxfp4-pack-quantized", _STYLE, (1, 32), scale_dtype=str(torch.uint8)
         ),
     )
-}  # fmt: skip
+}
 """the schemes by name"""
 
 
-def find_scheme(name: str, group_size: int | None = None) -> WeightScheme:
-    """Return the scheme of that name. `group_size`: of w4a16; -1: all inputs of an output share a scale. Raises
-    ConfigError where the scheme has no groups to choose."""
-    scheme = SCHEMES[name]
+def find_scheme(
+    name: str,
+    group_size: int | None = None,
+    written_as: str = "compressed-tensors",
+    kv_scales: bool = False,
+    act_order: bool = True,
+) -> WeightScheme:
+    """Return the scheme of that name. `group_size`: of integers of 4 bits; -1: all inputs of an output share a scale.
+    `written_as`: a key of STYLES. Raises ConfigError where the scheme has no groups to choose, or the style cannot hold
+    it."""
+    scheme = replace(SCHEMES[name], style=STYLES[written_as], kv_scales=kv_scales, act_order=act_order)
+    if scheme.style.holds and name not in scheme.style.holds:
+        fitting = [key for key, one in STYLES.items() if not one.holds or name in one.holds]
+        raise ConfigError(f"--format {written_as} does not hold {name}; accepted: {', '.join(fitting)}")
+    if kv_scales and scheme.style.kv_scales is None:
+        fitting = [key for key, one in STYLES.items() if one.kv_scales]
+        raise ConfigError(f"--format {written_as} has no scales of a KV cache; accepted: {', '.join(fitting)}")
     if group_size is None:
         return scheme
-    if name != "w4a16":
+    if scheme.format != "pack-quantized":
         raise ConfigError(f"--group-size {group_size} is for w4a16; {name} has no groups to choose")
     if group_size == -1:
         return replace(scheme, strategy="channel", block=(1, 0))

@@ -88,14 +88,18 @@ def load_model(
     seed: int = 0,
     quantization: str | None = None,
     taps: tuple[int, ...] = (),
+    prepare: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return the model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
 
     `model.weight_bytes` is what the weights take, and `model.notes` says which are held in another format. With
-    `load_format` dummy the weights are random, and the same whole model whatever the number of ranks. Raises
-    CheckpointError naming the file or tensor, UnsupportedModelError, ConfigError.
+    `load_format` dummy the weights are random, and the same whole model whatever the number of ranks. `prepare` is
+    given the model before it has weights. Raises CheckpointError naming the file or tensor, UnsupportedModelError,
+    ConfigError.
     """
     model = build_model(config, context, taps)
+    if prepare is not None:
+        prepare(model)
     return _loaded(model, None, folder, config, context, load_format, seed, quantization)
 
 

@@ -78,25 +78,9 @@ class Calibration:
         ids = torch.randint(self.config.vocab_size, (NUM_PROMPTS, length), generator=torch.Generator().manual_seed(0))
         if self.config.bos_token_id is not None:
             ids[:, 0] = self.config.bos_token_id
-        positions = torch.arange(length, device=self.device).repeat(NUM_PROMPTS)
-        first_slots = torch.arange(NUM_PROMPTS, device=self.device) * per_prompt * self.shape.block_size
-        rows = torch.arange(NUM_PROMPTS + 1, dtype=torch.int32, device=self.device)
-        blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.device)
-        slots = first_slots.repeat_interleave(length) + positions
-        metadata = AttentionMetadata(
-            rows=rows[:-1],
-            query_start_loc=rows * length,
-            seq_lens=torch.full_like(rows[:-1], length),
-            positions=positions,
-            slot_mappings=(slots,) * num_groups,
-            block_tables=(blocks.view(NUM_PROMPTS, per_prompt),) * num_groups,
-            num_reqs=NUM_PROMPTS,
-            num_tokens=NUM_PROMPTS * length,
-            max_query_len=length,
-            max_seq_len=length,
-        )
+        metadata = AttentionMetadata.of_prompts(NUM_PROMPTS, length, shape.block_size, num_groups, self.device)
         hidden = self.pipeline.through(
-            lambda inputs: self.model(inputs, positions, metadata, caches),
+            lambda inputs: self.model(inputs, metadata.positions, metadata, caches),
             ids.view(-1).to(self.device),
             metadata.num_tokens,
             torch.empty(0, dtype=self.dtype, device=self.device),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from headrace.cli.main import main
 from headrace.cli.quantize import OF_QUARK, SCHEME_NAMES
+from headrace.convert import texts
 from headrace.convert.schemes import SCHEMES
+from headrace.hub import DEMO_FOLDER
 
 GUIDE = ["--model_dir", "demo", "--quant_scheme", "w_fp8_a_fp8", "--num_calib_data", "128"]
 GUIDE += ["--model_export", "quark_safetensors", "--no_weight_matrix_merge", "--multi_gpu"]
@@ -22,33 +25,42 @@ def test_the_names_are_those_of_the_schemes() -> None:
 
 def test_quarks_flags_do_what_they_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made"
-    assert main(["quantize", *GUIDE, "--output_dir", str(output)]) == 0
+    assert main(["quantize", *GUIDE, "--output_dir", str(output), "--num-eval-data", "1", "--seq-len", "64"]) == 0
     printed = capsys.readouterr()
     for said in (
         "--quant-scheme w_fp8_a_fp8 is fp8 here: activations get a scale for each token as they come.",
-        "--num-calib-data 128 has no effect",
-        "--model-export quark_safetensors: what is written is compressed-tensors.",
         "--multi-gpu has no effect",
     ):
         assert said in printed.err
     lines = printed.out.splitlines()
-    assert lines[0].split() == ["layer", "linears", "error", "largest", "of"]
+    assert lines[0].split() == ["layer", "linears", "error", "largest", "of", "hidden", "states"]
     assert [line.split()[:2] for line in lines[1:6]] == [[str(layer), "7"] for layer in range(5)]
-    assert lines[7] == "kept: model.embed_tokens (no scheme rounds it)"
+    assert max(line.count("█") for line in lines[1:6]) == 24
+    assert re.fullmatch(r"perplexity of held-out text: [\d.]+ -> [\d.]+ \([+-][\d.]+%\)", lines[8])
+    assert lines[9] == "kept: model.embed_tokens (no scheme rounds it)"
     assert lines[-1] == f"7.9 MB -> 4.5 MB (56.6%) in {output}"
     config = json.loads((output / "config.json").read_text())["quantization_config"]
-    assert config["config_groups"]["group_0"]["weights"]["strategy"] == "tensor"
-    assert config["ignore"] == ["lm_head"]
+    assert config["quant_method"] == "quark"
+    assert config["global_quant_config"]["weight"]["qscheme"] == "per_tensor"
+    assert config["exclude"] == ["lm_head"]
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--kv_cache_dtype", "fp8"], "scales of a KV cache need calibration, which this command does not do"),
+        (["--kv_cache_dtype", "int8"], "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3; got 'int8'"),
+        (["--kv_cache_dtype", "fp8", "--num_calib_data", "0"], "fp8 needs calibration text: --num-calib-data must be"),
+        (["--calib-data", "none.txt"], "--calib-data none.txt cannot be read"),
+        (["--calib-data", texts.__file__.replace("texts", "__init__")], "has too little text for --seq-len 512"),
+        (["--calib-data", str(DEMO_FOLDER / "config.json")], "line 1 of --calib-data"),
         (["--weight_matrix_merge"], "--weight-matrix-merge is not accepted"),
-        (["--model_export", "onnx"], "--model-export must be compressed-tensors, got 'onnx'"),
+        (
+            ["--model_export", "onnx"],
+            "--model-export must be one of compressed-tensors, quark_safetensors, hf_format; got",
+        ),
         (["--quant_scheme", "w_int2"], "--quant-scheme must be one of fp8, fp8_channel"),
         (["--group-size", "64"], "--group-size 64 is for w4a16"),
+        (["--format", "awq"], "--format awq does not hold fp8; accepted: compressed-tensors, quark"),
         (["--output_dir", ""], "--output-dir is missing"),
     ],
 )
