@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from headrace.feed_forwards import FeedForward
+from headrace.feed_forwards import DenseMLP, FeedForward
 from headrace.layer_parts import Norm, Norms, TextEmbedding, Turns
-from headrace.mixers import Mixer
+from headrace.mixers import Attention, Mixer
 from headrace.parameters import Parameter, norm, total
 
 
@@ -33,6 +33,18 @@ class LayerSpec:
         """All of the layer's tensors, those of each expert too."""
         block = self.feed_forward
         return (*self.norm_parameters, *self.mixer.parameters, *block.parameters, *block.all_expert_parameters)
+
+    @cached_property
+    def adapted(self) -> tuple[Parameter, ...]:
+        """The weights that low-rank adapters may change: not those of experts, nor what attention applies by itself,
+        nor keys that are values too."""
+        dense = self.feed_forward.parameters if isinstance(self.feed_forward, DenseMLP) else ()
+        both = isinstance(self.mixer, Attention) and self.mixer.values_are_keys
+        return tuple(
+            one
+            for one in (*self.mixer.parameters, *dense)
+            if one.kind == "linear" and not one.widened and not (both and one.split == "kv_heads")
+        )
 
     @cached_property
     def norm_parameters(self) -> tuple[Parameter, ...]:

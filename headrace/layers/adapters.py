@@ -6,7 +6,7 @@ uses is told for each step, from outside; in a step without adapters no linear d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -87,6 +87,8 @@ class Adapters:
 
     num_slots: int
     max_rank: int
+    names: Set[str]
+    """of the linears that adapters may change; others have no seat"""
     kernels: KernelTable
     dtype: torch.dtype
     device: torch.device
@@ -98,11 +100,11 @@ class Adapters:
     def seat(self, path: str, layer: Any) -> None:
         """Give a linear, or the embedding, a seat; other layers have none. To be called before `finalize`."""
         rank = -(-self.max_rank // RANK_STEP) * RANK_STEP
-        if isinstance(layer, VocabParallelEmbedding):
+        if isinstance(layer, VocabParallelEmbedding) and path in self.names:
             vocab, hidden = layer.shape
             part = Part(None, (hidden, vocab), slice(0, hidden), layer.rows, 0)
             layer.seat = self._seat([([path], part, 0)], layer.weight.shape[0], hidden, rank)
-        elif isinstance(layer, Linear) and layer.takes_adapters:
+        elif isinstance(layer, Linear) and not self.names.isdisjoint(part.path(path) for part in layer.parts):
             parts, first = [], 0
             for part in layer.parts:
                 parts.append(([part.path(path), *([path] if part.name else [])], part, first))

@@ -35,7 +35,6 @@ class HeadsOfLatents(ColumnParallelLinear):
     the checkpoint's format."""
 
     heads: LatentHeads
-    takes_adapters = False
 
     def __init__(self, mixer: mixers.LatentAttention, group: Group, dtype: torch.dtype) -> None:
         self.nope_dim, self.per_head = mixer.nope_dim, mixer.nope_dim + mixer.v_head_dim

@@ -72,9 +72,6 @@ class Linear(Layer):
     With `activation` (the kernel table's gate_and_mul), half as many outputs come out.
     """
 
-    takes_adapters = True
-    """it multiplies what `forward` is given by its weight"""
-
     def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.spec = spec

@@ -16,7 +16,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
-from headrace.feed_forwards import DenseMLP
 from headrace.lora import LowRank
 from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig, read_object
@@ -56,16 +55,11 @@ def adapted_linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     are values too, nor rows of queries, keys and values in turn."""
     found: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(spec.layers):
-        dense = layer.feed_forward.parameters if isinstance(layer.feed_forward, DenseMLP) else ()
-        for one in (*layer.mixer.parameters, *dense):
-            attention = layer.mixer if isinstance(layer.mixer, Attention) else None
-            both = attention is not None and attention.values_are_keys and one.split == "kv_heads"
-            if one.kind != "linear" or one.widened or both:
-                continue
+        for one in layer.adapted:
             outputs, inputs = one.shape
             name = f"model.layers.{index}.{one.name.removesuffix('.weight')}"
             found[name] = outputs, inputs
-            in_turn = attention is not None and attention.by_kv_head and one.fused == "qkv_proj"
+            in_turn = isinstance(layer.mixer, Attention) and layer.mixer.by_kv_head and one.fused == "qkv_proj"
             if one.fused and not in_turn:
                 together = f"{name.rpartition('.')[0]}.{one.fused}"
                 found[together] = found.get(together, (0, 0))[0] + outputs, inputs

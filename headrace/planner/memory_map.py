@@ -19,7 +19,7 @@ from headrace.mixers import LatentAttention, Mixer
 from headrace.model_spec import ModelSpec
 from headrace.planner.chips import GIB
 from headrace.planner.deployment import Deployment
-from headrace.planner.weights import head_bytes
+from headrace.planner.weights import adapter_bytes, head_bytes
 from headrace.speculation import KEPT_TOKENS
 from headrace.stages import WHOLE, Stage
 
@@ -134,10 +134,11 @@ def memory_map(
     graph_mode: str = "FULL_AND_PIECEWISE",
     speculates: bool = False,
     decode_lens: tuple[int, ...] = (1,),
+    adapters: tuple[int, int] = (0, 0),
 ) -> MemoryMap:
     """Map one GPU's memory. Limits, and the tokens that the cache holds, are those of one replica or data-parallel
     rank. `speculates`: layers of the checkpoint that predict further tokens are loaded. `decode_lens`: the numbers of
-    tokens that a running request may have in a step, guesses included.
+    tokens that a running request may have in a step, guesses included. `adapters`: slots, and the rank of each.
 
     Of pipeline stages it is the map of the one whose cache holds least. Never fails: what does not fit says by how
     much (`missing`), and a split that leaves a remainder is rounded up.
@@ -151,7 +152,7 @@ def memory_map(
         _map_of_stage(
             deployment, stage, max_num_seqs, max_num_batched_tokens,
             max_model_len or deployment.shape.spec.max_position_embeddings, gpu_memory_utilization, block_size,
-            graph_mode, speculates, decode_lens,
+            graph_mode, speculates, decode_lens, adapters,
         )
         for stage in stages
     ]  # fmt: skip
@@ -169,6 +170,7 @@ def _map_of_stage(
     graph_mode: str,
     speculates: bool,
     decode_lens: tuple[int, ...],
+    adapters: tuple[int, int],
 ) -> MemoryMap:
     """Map the memory of a GPU of one stage."""
     shape, chip, parallel, engine = deployment.shape, deployment.chip, deployment.parallel, deployment.engine
@@ -192,6 +194,7 @@ def _map_of_stage(
     places = longest + most_drafts
     tokens_of_row = places + 1 + (most_drafts > 0) if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = hidden_states + (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
+    tables += adapter_bytes(spec, parallel.tp, *adapters, shape.plain_bytes)
     if engine == "headrace":
         angles = _angles(spec, longest + max(decode_lens))
         tables += angles + _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's

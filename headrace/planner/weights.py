@@ -9,12 +9,28 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from headrace.model_spec import ModelSpec
 from headrace.parameters import Parameter
 from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
 from headrace.quantization.formats import PLAIN, WeightFormat
 from headrace.quantization.resident import HeldLinear, resident_bytes
+
+RANK_STEP = 16
+"""as in kernels/adapters.py"""
+
+
+def adapter_bytes(spec: ModelSpec, tp: int, slots: int, rank: int, itemsize: float) -> int:
+    """Count the bytes of slots for adapters of ranks up to `rank` on one of `tp` ranks: of each weight that they may
+    change, as many as the rank holds inputs and outputs of it, for each of the ranks that memory is laid out for."""
+    ends = spec.has_embedding + (spec.has_head and spec.has_end)
+    lengths = ends * (spec.hidden_size + math.ceil(spec.vocab_size / tp))
+    for layer, count in spec.groups:
+        for one in layer.adapted:
+            shared = 0 if one.split == "whole" else one.shape[one.axis]
+            lengths += count * (sum(one.shape) - shared + math.ceil(shared / tp))
+    return math.ceil(slots * -(-rank // RANK_STEP) * RANK_STEP * lengths * itemsize)
 
 
 def layer_bytes(

@@ -32,6 +32,7 @@ from headrace.layers.rotary import Rotary
 from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
+from headrace.models.adapters import adapted_linears
 from headrace.models.drafters import describe_draft
 from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.served import attention_specs, describe
@@ -165,7 +166,8 @@ class Worker:
         own = len(specs) - len(behind)
         of_model = context.layers(0, own)
         if config.enable_lora:
-            adapters = Adapters(config.max_loras, config.max_lora_rank, self.kernels, self.dtype, self.device)
+            names = adapted_linears(described).keys()
+            adapters = Adapters(config.max_loras, config.max_lora_rank, names, self.kernels, self.dtype, self.device)
             self.adapters = AdapterStore(adapters, model_config)
             of_model = replace(of_model, seat=adapters.seat)
         self.model = load_model(
@@ -176,6 +178,11 @@ class Worker:
         self.draft = load_draft(config, draft, self.draft_context, self.model, model_config, self.folder)
         self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
+        if self.adapters is not None:
+            held = self.adapters.adapters
+            self.notes.append(
+                f"Adapters: {held.num_slots} of rank {held.max_rank} at most take {held.num_bytes / 2**20:.1f} MiB."
+            )
         check = SelfCheck(self.mesh.experts, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device

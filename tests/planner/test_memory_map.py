@@ -22,10 +22,13 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES, GraphSettings
 from headrace.kernels import filter
 from headrace.kernels.attention_config import UNPACKED_BYTES
+from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers import embedding
+from headrace.layers.adapters import Adapters
 from headrace.layers.latent_attention import HeadsOfLatents
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
+from headrace.models.adapters import adapted_linears
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
 from headrace.models.registry import SERVED
 from headrace.models.served import describe
@@ -170,6 +173,22 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8", tp), rel=0.07)
     counted = mapped(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
     assert counted == held()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4), ("qwen3-30b-a3b", 2)])
+def test_adapters_take_what_their_seats_take(name: str, tp: int) -> None:
+    config = catalogue()[name].config
+    built = ModelConfig.from_dict(config, defaults=SERVED[config["architectures"][0]].defaults)
+    model = build_model(built, make_context(built, Mesh(Group(0, tp)), torch.bfloat16))
+    meta = torch.device("meta")
+    seats = Adapters(3, 20, adapted_linears(describe(built)).keys(), REFERENCE_KERNELS, torch.bfloat16, meta)
+    for path, layer in model.named_modules():
+        seats.seat(path, layer)
+    plain, adapted = (
+        mapped(shape_of(config, name), H200, Parallel(tp=tp), adapters=adapters).tables
+        for adapters in ((0, 0), (3, 20))
+    )
+    assert adapted - plain == seats.num_bytes
 
 
 @sampled(("architecture", "tp"), SERVED, [1, 2])

@@ -26,6 +26,7 @@ from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models import filling, loader
+from headrace.models.adapters import adapted_linears
 from headrace.models.served import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.adapters import AdapterStore
@@ -109,7 +110,7 @@ def make_runner(
     )
     backend, own = AttentionInGraphs(), len(spec.layers)
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
-    adapters = Adapters(max_loras, 16, KERNELS, torch.float32, CPU)
+    adapters = Adapters(max_loras, 16, adapted_linears(spec).keys(), KERNELS, torch.float32, CPU)
     of_model = context.layers(0, own)
     if max_loras:
         of_model = replace(of_model, seat=adapters.seat)
