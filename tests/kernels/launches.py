@@ -18,7 +18,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.kernels import attention, launch
 from headrace.kernels.attention_config import plan_attention
 from headrace.kernels.paged import Sequences
-from tests.kernels.offline_target import TARGETS, OfflineDriver, compiled, use_target
+from tests.kernels.offline_target import TARGETS, OfflineDriver, compiled, use_target, without_code
 
 given: list[list[object]] = []
 FAR = 10**6
@@ -136,6 +136,7 @@ def compiled_for() -> list[object]:
 def main() -> None:
     target = sys.argv[1]
     use_target(target)
+    triton.knobs.runtime.add_stages_inspection_hook = without_code
     launch.DEVICE_FAMILY = family = triton_attn.DEVICE_FAMILY = TARGETS[target][0].backend
     triton_attn.multiprocessor_count = lambda device: 132
     OfflineDriver.launcher_cls.__call__ = record

@@ -65,6 +65,24 @@ def use_target(name):
     driver.set_active(OfflineDriver(name))
 
 
+def without_code(*stages_of_one):
+    """Triton's hook into what it compiles: kernels end as Triton's own program, which says what they are launched with,
+    in a quarter of the time. Without arguments: what sets them apart in its cache."""
+    if not stages_of_one:
+        return "without code", "without code"
+    _, stages, *_ = stages_of_one
+    *texts, binary = list(stages)[list(stages).index("llir") :]
+
+    def end(source, metadata):
+        metadata |= {"name": "kernel", "shared": 0, "tmem_size": None}
+        for kind in ("global", "profile"):
+            metadata |= {f"{kind}_scratch_size": 0, f"{kind}_scratch_align": 1}
+        return ""
+
+    stages |= {**dict.fromkeys(texts, end), binary: lambda source, metadata: b""}
+    return None
+
+
 def compiled(kernel):
     """What `kernel` has compiled so far."""
     return [found for cache in kernel.device_caches.values() for found in cache[0].values()]

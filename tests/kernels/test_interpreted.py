@@ -10,8 +10,8 @@ from headrace.environment import child_environment
 
 FOLDER = Path(__file__).parent / "interpreted"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
-PROCESSES = 4
-"""Each takes seconds to start."""
+PROCESSES = 2
+"""Each takes ten seconds to start and to end."""
 
 
 @pytest.mark.timeout(3600)  # each test in there has the usual limit

@@ -86,16 +86,17 @@ def create_dot(self, left, right, total, *options):
     which IEEE 754 leaves no choice: its bits depend on its row and column alone. Rounded once, at the end."""
     rows, columns = numbers(left), numbers(right)
     exact = np.float64 if total.data.dtype.kind == "f" else total.data.dtype
-    rows, columns, sums = rows.astype(exact), columns.astype(exact), total.data.astype(exact)
-    products = np.empty_like(sums)
+    rows, columns = np.moveaxis(rows.astype(exact), -1, 0), np.moveaxis(columns.astype(exact), -2, 0)
+    terms = np.empty((len(rows) + 1, *total.data.shape), exact)
+    terms[0] = total.data
     with np.errstate(invalid="ignore", over="ignore"):
-        for k in range(rows.shape[-1]):
-            np.multiply(rows[..., k, None], columns[..., k, None, :], out=products)
-            np.add(sums, products, out=sums)
+        np.multiply(rows[..., None], columns[..., None, :], out=terms[1:])
+        sums = np.add.reduce(terms, axis=0)  # over the outermost axis: one after the other
         return Handle(sums.astype(total.data.dtype), total.dtype.scalar)
 
 
 quicken()
+torch.testing._comparison._HAS_DTENSOR = False  # of distributed tensors there are none, and their import takes seconds
 interpreter._convert_float = convert_float
 Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, create_dot
 
@@ -104,6 +105,6 @@ Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, c
 def fresh_inputs_and_poisoned_outputs():
     """Inputs that no run had before, and memory of torch.empty that is full of NaN."""
     torch.seed()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # the other function for it first imports a compiler
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
