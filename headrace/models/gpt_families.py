@@ -41,8 +41,10 @@ TIED: dict[str, Any] = {**GELU_NEW, "tie_word_embeddings": True}
 
 
 def widened(c: Fields) -> Fields:
-    """Return the fields with the width of the feed-forward: four hidden sizes where none is given."""
-    return c.changed({"intermediate_size": c.integer("intermediate_size", 4 * c.integer("hidden_size"))})
+    """Return the fields with the width of the feed-forward, four hidden sizes where none is given, and a KV head for
+    each query."""
+    wide, heads = c.integer("intermediate_size", 4 * c.integer("hidden_size")), c.integer("num_attention_heads")
+    return c.changed({"intermediate_size": wide, "num_key_value_heads": heads})
 
 
 def learned(c: Fields, first: int = 0) -> TextEmbedding:
@@ -52,7 +54,7 @@ def learned(c: Fields, first: int = 0) -> TextEmbedding:
 
 def _of_gpt2(c: Fields, mixers: Callable[[Norm], list[Attention]], **of_model: Any) -> Described:
     """Return a model whose layers have the norms and feed-forwards of GPT-2."""
-    norm, c = layer_norm(c, bias=True), widened(c)
+    norm = layer_norm(c, bias=True)
     found = mixers(norm)
     block = dense(c, bias=True, gated=False)
     of_model = {"names": OF_GPT2, "text_embedding": learned(c), **of_model}
@@ -61,6 +63,7 @@ def _of_gpt2(c: Fields, mixers: Callable[[Norm], list[Attention]], **of_model: A
 
 def gpt2(c: Fields) -> Described:
     """Describe GPT-2, whose checkpoints hold weights [in, out]. Scores may shrink from layer to layer."""
+    c = widened(c)
     plain, by_layer = not c.flag("scale_attn_weights", True), c.flag("scale_attn_by_inverse_layer_idx")
     scale = 1.0 if plain else head_dim(c) ** -0.5
     scales = [scale / (layer + 1 if by_layer else 1) for layer in range(num_layers(c))]
@@ -70,8 +73,8 @@ def gpt2(c: Fields) -> Described:
 
 def gpt_bigcode(c: Fields) -> Described:
     """Describe StarCoder (arXiv 2305.06161): GPT-2 with one KV head for all queries."""
-    shared = c.flag("multi_query", True)
-    own = c.changed({"num_key_value_heads": 1 if shared else c.integer("num_attention_heads")})
+    shared, c = c.flag("multi_query", True), widened(c)
+    own = c.changed({"num_key_value_heads": 1}) if shared else c
     scale = None if c.flag("scale_attn_weights", True) else 1.0
     return _of_gpt2(
         c, lambda norm: [_biased(own, norm, scale=scale, by_kv_head=not shared)] * num_layers(c)
@@ -80,7 +83,7 @@ def gpt_bigcode(c: Fields) -> Described:
 
 def gpt_neo(c: Fields) -> Described:
     """Describe GPT-Neo, with windows in layers that `attention_layers` calls local, and scores that are not scaled."""
-    kinds, count = c.texts("attention_layers"), num_layers(c)
+    kinds, count, c = c.texts("attention_layers"), num_layers(c), widened(c)
     if not kinds:
         kinds = ["local" if layer % 2 else "global" for layer in range(count)]
     if len(kinds) != count or {*kinds} - {"global", "local"}:
@@ -122,6 +125,7 @@ def opt(c: Fields) -> Described:
     if c.integer("word_embed_proj_dim", c.integer("hidden_size")) != c.integer("hidden_size"):
         raise c.refusal("word_embed_proj_dim", f"hidden_size ({c.integer('hidden_size')})")
     affine, bias, count = c.flag("layer_norm_elementwise_affine", True), c.flag("enable_bias", True), num_layers(c)
+    c = widened(c)
     norm = Norm("layer", 1e-5, weight=affine, bias=affine)
     mixer = attention(c, rope=None, qkv_bias=bias, o_bias=bias, norm=norm)
     block = dense(c, bias=bias, gated=False)
@@ -156,7 +160,7 @@ OF_NEOX = (
 
 def gpt_neox(c: Fields) -> Described:
     """Describe GPT-NeoX and Pythia (arXiv 2304.01373): both branches read norms of the same sum."""
-    norm, bias, count = layer_norm(c, bias=True), c.flag("attention_bias", True), num_layers(c)
+    norm, bias, count, c = layer_norm(c, bias=True), c.flag("attention_bias", True), num_layers(c), widened(c)
     share, theta = c.number("rotary_pct", 0.25, above=0, maximum=1), c.number("rotary_emb_base", 10000.0, above=1)
     rope = read_rope(c, theta=theta, share=share)
     mixer = attention(c, rope=rope, qkv_bias=bias, o_bias=bias, by_kv_head=True, norm=norm)
@@ -184,10 +188,10 @@ def falcon(c: Fields) -> Described:
     if c.flag("alibi"):
         raise c.refusal("alibi", "false, for no kernel here lets scores fall with the distance of keys")
     newer, parallel = c.flag("new_decoder_architecture"), c.flag("parallel_attn", True)
-    if not newer:
-        one_head = c.flag("multi_query", True)
-        c = c.changed({"num_key_value_heads": 1 if one_head else c.integer("num_attention_heads")})
+    kv_heads = c.integer("num_key_value_heads", c.integer("num_attention_heads"))
     norm, bias, count, c = layer_norm(c, bias=True), c.flag("bias"), num_layers(c), widened(c)
+    if newer or c.flag("multi_query", True):
+        c = c.changed({"num_key_value_heads": kv_heads if newer else 1})
     norms = PARALLEL if parallel else USUAL
     norms = TWO_NORMS if newer and c.integer("num_ln_in_parallel_attn", 2) == 2 else norms
     mixer = attention(c, rope=read_rope(c), qkv_bias=bias, o_bias=bias, by_kv_head=True, norm=norm)

@@ -43,6 +43,19 @@ REFUSED = {
         ("KimiLinearForCausalLM", "BailingHybridForCausalLM"),
         ": its states decay by a factor for each number of a key, which no kernel here computes",
     ),
+    "RecurrentGemmaForCausalLM": ": its layers are gated linear recurrences, for which there are no kernels here",
+    **dict.fromkeys(
+        ("RwkvForCausalLM", "xLSTMForCausalLM"), ": its layers are recurrent, and no kernel here computes them"
+    ),
+    "MiniMaxForCausalLM": ": its linear attention decays by a factor of each head, for which there are no kernels here",
+    "JetMoeForCausalLM": ": it chooses among heads of attention as among experts, for which there is no module here",
+    "DiffLlamaForCausalLM": ": it takes one softmax from another (differential attention), which no kernel here does",
+    "MllamaForConditionalGeneration": ": its text part attends to pictures in layers of their own",
+    "DbrxForCausalLM": ": the rows of all experts lie behind each other in one tensor, which nothing here takes apart",
+    **dict.fromkeys(
+        ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
+        ": whether the factor of its text part's logits counts is not agreed upon",
+    ),
     "MiMoV2FlashForCausalLM": ": its values are smaller than its keys, which no cache here holds",
     "LongcatFlashForCausalLM": ": some of its experts return their input, which no kernel here does",
     "BitNetForCausalLM": ": it norms attention's heads and the feed-forward's inner numbers, for which there are no "

@@ -201,7 +201,7 @@ def _qk_norm(subject: Subject) -> Cases:
     for norm in subject.kinds(QKNorm, lambda norm: (norm.heads, norm.wide)):
         of_norm = norm.heads, norm.norm.eps, norm.norm.kind == "layer", norm.wide
         yield from cases.qk_norm(subject.inputs, 24, norm.weight, *of_norm)
-    for values in subject.kinds(ValueNorm, lambda norm: norm.heads):
+    for values in subject.kinds(ValueNorm, lambda norm: norm.weight.shape):
         yield from cases.qk_norm(subject.inputs, 24, values.weight, values.heads, values.eps, False, False)
 
 

@@ -19,6 +19,7 @@ from tiny_latent import LATENT_OR_STATES
 from tiny_sparse import WITH_EXPERTS
 from tiny_vision import MORE_THAN_TEXT
 
+from headrace.model_config import RENAMED
 from headrace.models.expert_families import LING
 from headrace.models.gpt_families import OF_INTERNLM2
 
@@ -64,6 +65,8 @@ def tiny_config(architecture: str, changes: dict[str, Any]) -> transformers.Pret
     """transformers' config of a model like BASE but for `changes`; with a `vision_config`, that of a model of more than
     text, whose further fields are those of `outer`."""
     config_class, fields = reference_class(architecture).config_class, {**BASE, **changes}
+    known = getattr(config_class, "__dataclass_fields__", {})
+    fields |= {name: fields["intermediate_size"] for name in RENAMED["intermediate_size"] if name in known}
     if "vision_config" not in fields:
         return config_class(**fields, architectures=[architecture])
     vision, outer = fields.pop("vision_config"), fields.pop("outer", {})

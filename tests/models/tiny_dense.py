@@ -6,8 +6,6 @@ from typing import Any
 
 from tiny_fields import ALPHA_ROPE, GEMMA4, GRANITE, LLAMA3_ROPE, ODD, OLMO3_ROPE, YARN_ROPE
 
-MANY_HEADS = ODD | {"num_key_value_heads": 4}
-"""as many KV heads as there are queries"""
 DENSE: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -147,26 +145,22 @@ DENSE: dict[str, dict[str, dict[str, Any]]] = {
     "GraniteSWAForCausalLM": {
         "sinks": GRANITE | {"sliding_window": 9, "layer_rope_theta": [900.0, 0, 300.0], "tie_word_embeddings": True},
     },
-    "GPT2LMHeadModel": {
-        "by-layer": MANY_HEADS | {"n_inner": 72, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True}
-    },
+    "GPT2LMHeadModel": {"by-layer": ODD | {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True}},
     "GPTBigCodeForCausalLM": {
-        "one-kv-head": MANY_HEADS | {"n_inner": 72, "multi_query": True, "tie_word_embeddings": True},
-        "in-turn": MANY_HEADS | {"n_inner": 72, "multi_query": False, "tie_word_embeddings": True},
+        "one-kv-head": ODD | {"multi_query": True, "tie_word_embeddings": True},
+        "in-turn": ODD | {"multi_query": False, "tie_word_embeddings": True},
     },
     "GPTNeoForCausalLM": {
-        "windows": MANY_HEADS
+        "windows": ODD
         | {"attention_types": [[["global", "local", "local"], 1]], "window_size": 9, "tie_word_embeddings": True},
     },
-    "GPTJForCausalLM": {"part-rotated": MANY_HEADS | {"n_inner": 72, "rotary_dim": 8}},
-    "GPTNeoXForCausalLM": {"two-norms": MANY_HEADS, "in-line": MANY_HEADS | {"use_parallel_residual": False}},
-    "OPTForCausalLM": {"positions": MANY_HEADS | {"ffn_dim": 72, "tie_word_embeddings": True, "pad_token_id": 0}},
+    "GPTJForCausalLM": {"part-rotated": ODD | {"rotary_dim": 8}},
+    "GPTNeoXForCausalLM": {"two-norms": ODD, "in-line": ODD | {"use_parallel_residual": False}},
+    "OPTForCausalLM": {"positions": ODD | {"tie_word_embeddings": True, "pad_token_id": 0}},
     "FalconForCausalLM": {
-        "two-norms": MANY_HEADS
-        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_key_value_heads": 2}
-        | {"ffn_hidden_size": 72, "bias": True},
-        "one-kv-head": MANY_HEADS | {"ffn_hidden_size": 72, "tie_word_embeddings": True},
-        "in-line": MANY_HEADS | {"ffn_hidden_size": 72, "parallel_attn": False, "multi_query": False},
+        "two-norms": ODD | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+        "one-kv-head": ODD | {"tie_word_embeddings": True},
+        "in-line": ODD | {"parallel_attn": False, "multi_query": False},
     },
     "InternLM2ForCausalLM": {"in-turn": ODD | {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}}},
     "HyperCLOVAXForCausalLM": {
