@@ -1,6 +1,7 @@
 """`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
 kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
-dtype, head size and so on comes up for its vendor: AMD's two targets, for which the tables pick the same, take turns.
+dtype, head size, branch of a kernel and so on comes up for its vendor, though not each beside each other: AMD's two
+targets, for which the tables pick the same, take turns.
 One JSON line a kernel: what it is, spills, shared memory, whether it loads before it waits."""
 
 import itertools
@@ -55,6 +56,7 @@ from tests.kernels.offline_target import TARGETS, compiled, loads_before_it_wait
 
 DTYPES = (torch.bfloat16, torch.float16)
 SWEEP = sys.argv[2:] == ["sweep"]
+EPS = 1e-5
 SEQUENCES = Sequences(torch.zeros(4, 16, dtype=torch.int32), *torch.zeros(3, 16, dtype=torch.int32))
 
 
@@ -66,6 +68,16 @@ def grid(*axes):
     if SWEEP:
         return list(itertools.product(*axes))
     return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))][TURN]
+
+
+def turns(kinds):
+    """All kinds in a sweep, otherwise this target's share of them; each with its place."""
+    return list(enumerate(kinds))[slice(None) if SWEEP else TURN]
+
+
+def one_of(kinds, place):
+    """All kinds in a sweep, otherwise the one whose turn it is."""
+    return list(kinds) if SWEEP else [kinds[place % len(kinds)]]
 
 
 def report(label, kernel, known):
@@ -96,7 +108,8 @@ def compile_prefill(target):
     from headrace.kernels import prefill
 
     known = set(map(id, compiled(prefill._prefill_kernel)))
-    for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
+    groups = (1, 4, 7) if SWEEP else (7, 1)  # that of gpt-oss is another power of two
+    for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), groups, (16, 64)):
         q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, "cuda", 1, copy_engine=True)
@@ -112,11 +125,13 @@ def compile_gpt_oss(target):
     numbers, sinks, angles = torch.zeros(64, dtype=torch.int32), torch.zeros(64).bfloat16(), torch.zeros(8, 64)
     q, k, v = torch.zeros(64, 80, 64, dtype=torch.bfloat16).split((64, 8, 8), dim=1)
     kernels = {"decode": decode._decode_kernel, "attention": attention._attention_kernel}
-    for window, chunked, dtype in ((128, False, torch.bfloat16), (None, False, e4m3), (96, True, torch.bfloat16)):
+    for place, (window, chunked, dtype) in turns(
+        ((128, False, torch.bfloat16), (None, False, e4m3), (96, True, torch.bfloat16))
+    ):
         quantized = dtype.itemsize == 1
         cache, scale = torch.zeros(2, 4, 16, 8, 64).to(dtype), torch.ones(2) if quantized else None
         sizes = (64, 8, 64, 1 if quantized else 2, family, 132)
-        for requests in (1, 64):
+        for requests in one_of((64, 1), place):
             config, splits = plan_decode(requests, *sizes, window)
             decode.decode_attention(
                 q[:requests], k[:requests], v[:requests], None if chunked else angles, cache, SEQUENCES, numbers, 1.0,
@@ -142,14 +157,14 @@ def compile_soft_caps(family):
     q, k, v = torch.zeros(64, 16, 256, dtype=torch.bfloat16).split((8, 4, 4), dim=1)
     cache, angles, grown = torch.zeros(2, 4, 16, 4, 256, dtype=torch.bfloat16), torch.zeros(8, 128), torch.zeros(256)
     sizes = (8, 4, 256, 2, family, 132)
-    for window in (None, 4096):
+    for window in (None, 4096) if SWEEP else (4096,):
         config, splits = plan_decode(64, *sizes, window)
         decode.decode_attention(
             q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits, window, grown, grown, 1e-6, None, None,
             None, False, 50.0, True, grown, grown,
         )  # fmt: skip
         report(f"soft cap decode window {window}", decode._decode_kernel, known)
-        for decodes in (0, 64):
+        for decodes in one_of((0, 64), 0):
             plan = plan_attention(64, 64, decodes, 1 << 17, *sizes, window=window)
             attention.paged_attention(q, cache, SEQUENCES, 1.0, window, None, None, None, False, 50.0, plan=plan)
         report(f"soft cap attention window {window}", attention._attention_kernel, known)
@@ -172,15 +187,18 @@ def compile_latents(target):
     family = TARGETS[target][0].backend
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = set()
-    for dtype, cache_dtype, heads in grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20)):
+    rows = grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20))
+    for place, (dtype, cache_dtype, heads) in enumerate(rows):
         cache = torch.zeros(1, 4, 16, 1, 576).to(cache_dtype or dtype)
         size = 1 if cache_dtype is not None and dtype.itemsize == 2 else dtype.itemsize
         label = f"latents {cache_dtype or dtype} {heads} heads"
         q, numbers, scale = torch.zeros(64, heads, 192, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.ones(2)
         absorbed, turned = torch.zeros(64, heads, 512, dtype=dtype), q[..., 128:]
         of_layer = latent.LatentHeads(torch.zeros(heads, 256, 512, dtype=dtype), 128)
-        for chosen in (None, torch.zeros(64, 2048, dtype=torch.int32)):
-            for decodes, tokens in ((16, 16), (0, 64)):
+        listed = torch.zeros(64, 2048, dtype=torch.int32)
+        for step in one_of((((None, 16), (listed, 0)), ((listed, 16), (None, 0))), place):
+            for chosen, decodes in step:
+                tokens = decodes or 64
                 plan = plan_latent(
                     16, tokens, decodes, 1 << 17, 0, of_layer.sizes(q), size, dtype.itemsize, family, 132,
                     None if chosen is None else 2048,
@@ -197,7 +215,7 @@ def compile_latents(target):
         report(f"{label} write", latent_cache._latent_cache_kernel, known)
         plan = plan_latent(16, 64, 0, 1 << 17, 64, of_layer.sizes(q), size, dtype.itemsize, family, 132)
         memory = torch.zeros(8 * of_layer.sizes(q).expanded, dtype=dtype)
-        for piece in (8, 64):
+        for piece in one_of((8, 64), place):
             how = replace(plan.expanded, keys=16, piece=piece)
             latent_prompt.expanded_attention(
                 q, of_layer, cache, SEQUENCES, SEQUENCES.rows, 1.0, how, memory.repeat(piece // 8), scale, 0
@@ -212,11 +230,12 @@ def compile_fp8_cache(target):
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
     numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
-    for dtype, head_dim, group, requests in grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1)):
+    rows = grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1))
+    for place, (dtype, head_dim, group, requests) in enumerate(rows):
         label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
-        for decodes, counts in ((16, 16), (0, 64)):
+        for decodes, counts in one_of(((0, 64), (16, 16)), place):
             plan = plan_attention(16, counts, decodes, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
             attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, None, scale, plan=plan)
             report(f"{label} attention", attention._attention_kernel, known)
@@ -241,7 +260,7 @@ def compile_fp8_cache(target):
 def compile_linears(family):
     known = set()
     for (kind, itemsize, bucket), configs in CANDIDATES.items():
-        for config in configs:
+        for config in one_of(configs, BUCKETS.index(bucket)):
             if kind == family and itemsize == 2:
                 gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
                 report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
@@ -250,11 +269,11 @@ def compile_linears(family):
 def compile_tiled(family):
     """Linears by tiled weights of each format, and what widens them."""
     known = set()
-    for kind, bucket, dtype in (
+    for _, (kind, bucket, dtype) in turns((
         ("int4 wide groups", 16, torch.bfloat16), ("mxfp4", 16, torch.bfloat16), ("nvfp4", 1, torch.float16),
         ("int8 groups", 32, torch.bfloat16), ("int8 per output", 64, torch.float16),
         ("int4 zeros", 128, torch.bfloat16),
-    ):  # fmt: skip
+    )):  # fmt: skip
         weight = tiled.tile(random_coded(64, 4096, **KINDS[kind]), dtype)
         configs = TILED[family, bucket]
         for config in configs if SWEEP else configs[:1]:
@@ -274,9 +293,9 @@ def compile_experts(target):
         moe.up_one_by_one_kernel, moe.down_one_by_one_kernel, moe.tiles_kernel, moe.sum_kernel,
         moe_tiled.tiled_experts_kernel, moe_vector.vector_up_kernel, moe_vector.vector_down_kernel,
     )  # fmt: skip
-    for num_experts, top_k, hidden, n, has_shared in (
+    for _, (num_experts, top_k, hidden, n, has_shared) in turns((
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
-    ):  # fmt: skip
+    )):  # fmt: skip
         one, scale = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
         narrow = torch.zeros(1).to(torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
         w13, w2 = one.expand(num_experts, 2 * n, hidden), one.expand(num_experts, hidden, n)
@@ -305,8 +324,10 @@ def compile_experts(target):
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups", "int4 per output")
-    counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 2048, 8)  # for each row of the tables; so many for each target
-    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, counts):
+    counts = (1, 8, 128, 512, 2048)  # for each row of the tables
+    if not SWEEP:  # so many for each target; what sets kinds apart is the linears' too
+        kinds, counts = ("mxfp4", "fp8 blocks", "int4 zeros", "nvfp4"), (2048, 2048, 1, 8)
+    for kind, dtype, num_tokens in grid(kinds, DTYPES, counts):
         experts = replace(tiled_experts(kind, dtype), scales_input=kind in ("nvfp4", "fp8 blocks"))
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
         for kernel in kernels:
@@ -334,59 +355,65 @@ def tiled_experts(kind, dtype):
 
 def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
-    x = torch.zeros(16, 4096, dtype=torch.bfloat16)
-    norm.rms_norm(x, x[0], 1e-5)
+    x, ones = torch.zeros(16, 4096, dtype=torch.bfloat16), torch.ones(16)
     both = norm.Unsummed(x, x)
-    norm.rms_norm(both, x[0], 1e-5)
-    norm.rms_norm(both, x[0].float(), 1e-5)
-    norm.layer_norm(both, x[0], None, 1e-5)
-    norm.layer_norm(x, x[0], x[0], 1e-5)
-    norm.layer_norm(both, None, None, 1e-5)
-    for weight in (x[0], x[0].float()):
-        norm.rms_norm(norm.Unsummed(x, x, weight, 1e-6), weight, 1e-5)
-        norm.add_up(norm.Unsummed(x, x, weight, 1e-6))
-    for kind in activation.GATES:
-        activation.gate_and_mul(x, kind)
-        activation.gate_and_mul(x, kind, False)
-    activation.gate_and_mul(x, "xielu", False, torch.zeros(4))
-    batch.copy_words(numbers, numbers)
-    batch.scatter_words(numbers, wide, numbers)
-    batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)
-    batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2, numbers, wide, 4, -3)
-    batch.settle_lengths(numbers, numbers, numbers, wide, wide, wide, numbers)
-    ngram.propose_ngram(x.int(), numbers, numbers, 4000, 5, 2, 5)
-    batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
-    q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
-    cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
-    for weight in (None, x[0, :128]):
-        rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
-    grown = torch.zeros(16)
-    rotary.rotary_and_cache(q, k, v, angles[:, :64], wide, cache, wide, grown, grown, 1e-6, None, True, grown, grown)
     qkv = torch.zeros(16, 48, 128, dtype=torch.bfloat16)
-    qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, True)
-    qk_norm.qk_norm(qkv, qkv[0, :40], (32, 8), 1e-5, False, qk_norm.qk_squares(qkv, (32, 8)))
-    elementwise.clip(x, 8.0)
-    elementwise.scale(x, x[0, :1])
-    elementwise.gate_heads(
-        torch.zeros(16, 32, 128, dtype=torch.bfloat16), torch.zeros(16, 80, 128, dtype=x.dtype)[:, 1:64:2]
-    )
-    sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
-    for scores in (x, x.float()):
-        sampling.mask_tokens(scores, torch.zeros(16, 128, dtype=torch.int32), wide)
-    ones = torch.ones(16)
-    filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
-    rest = (
-        norm._rms_norm_kernel, activation._gate_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
-        batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
-        rotary._rotary_and_cache_kernel, qk_norm._qk_norm_kernel, qk_norm._squares_kernel,
-        elementwise._clip_kernel, elementwise._gate_heads_kernel, elementwise._scale_kernel,
-        ngram._find_matches_kernel, ngram._copy_drafts_kernel,
-        sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
-        attention._combine_kernel,
-        filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
+    q, k, v = qkv.split((32, 8, 8), dim=1)
+    cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
+    commit = wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2
+    some, words = torch.zeros(17, dtype=torch.int32), torch.zeros(16, 128, dtype=torch.int32)
+    wider = [(norm.Unsummed(x, x, weight, 1e-6), weight) for weight in (x[0], x[0].float())]
+    gates = [(x, kind, gated) for kind in activation.GATES for gated in (True, False)]
+    gates += [(x, "xielu", False, torch.zeros(4))]
+    rotate = q, k, v, angles, wide, cache, wide
+    normed = norm._rms_norm_kernel
+    launches = (
+        (norm.rms_norm, [normed], [(x, x[0], EPS), (both, x[0], EPS), (both, x[0].float(), EPS)]),
+        (norm.rms_norm, [normed], [(*given, EPS) for given in wider]),
+        (norm.layer_norm, [normed], [(both, x[0], None, EPS), (x, x[0], x[0], EPS), (both, None, None, EPS)]),
+        (norm.add_up, [normed], [given[:1] for given in wider]),
+        (activation.gate_and_mul, [activation._gate_and_mul_kernel], gates),
+        (batch.copy_words, [batch._copy_words_kernel], [(numbers, numbers)]),
+        (batch.scatter_words, [batch._scatter_words_kernel], [(numbers, wide, numbers)]),
+        (batch.commit_tokens, [batch._commit_tokens_kernel], [commit, (*commit, numbers, wide, 4, -3)]),
+        (
+            batch.settle_lengths, [batch._settle_lengths_kernel],
+            [(numbers, numbers, numbers, wide, wide, wide, numbers)],
+        ),
+        (
+            ngram.propose_ngram, [ngram._find_matches_kernel, ngram._copy_drafts_kernel],
+            [(x.int(), numbers, numbers, 4000, 5, 2, 5)],
+        ),
+        (batch.prepare_batch, [batch._prepare_batch_kernel], [(numbers, numbers, some, x.int(), x.int(), 16, 16)]),
+        (
+            rotary.rotary_and_cache, [rotary._rotary_and_cache_kernel],
+            [
+                rotate, (*rotate, x[0, :128], x[0, :128]),
+                (q, k, v, angles[:, :64], wide, cache, wide, ones, ones, 1e-6, None, True, ones, ones),
+            ],
+        ),
+        (qk_norm.qk_squares, [qk_norm._squares_kernel], [(qkv, (32, 8))]),
+        (
+            qk_norm.qk_norm, [qk_norm._qk_norm_kernel],
+            [(qkv, qkv[0, :40], (32, 8), EPS, True), (qkv, qkv[0, :40], (32, 8), EPS, False, torch.zeros(16, 2))],
+        ),
+        (elementwise.clip, [elementwise._clip_kernel], [(x, 8.0)]),
+        (elementwise.scale, [elementwise._scale_kernel], [(x, x[0, :1])]),
+        (elementwise.gate_heads, [elementwise._gate_heads_kernel], [(q.contiguous(), qkv.repeat(1, 2, 1)[:, 1:64:2])]),
+        (sampling.gumbel_argmax, [sampling._gumbel_kernel, sampling._pick_kernel], [(x, ones, wide, wide)]),
+        (sampling.mask_tokens, [sampling._mask_kernel], [(scores, words, wide) for scores in (x, x.float())]),
+        (
+            filter.filter_floor, [filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel],
+            [(torch.zeros(16, 128256), ones, numbers, ones, ones)],
+        ),
+        (None, [attention._combine_kernel], ()),  # which attention launches
     )  # fmt: skip
-    for kernel in rest:
-        report(kernel.__name__, kernel, set())
+    known = set()
+    for launch, kernels, given in launches:
+        for _, arguments in turns(given) or enumerate(given):
+            launch(*arguments)
+        for kernel in kernels:
+            report(kernel.__name__, kernel, known)
 
 
 def compile_batch_invariant(family):
@@ -486,7 +513,7 @@ def compile_adapters():
     known, slots, ranks = set(), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
-        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), (1024,) * parts)
+        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), 1024)
         h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
         adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
         for kernel in (adapters._shrink_kernel, adapters._expand_kernel):

@@ -25,10 +25,11 @@ def test_kernels_compile_without_spilling(target, extent):
     sizes = 2 * 4 * 3 if sweep else 4 if target == "sm_90" else 2  # dtypes, head_dims, groups
     assert len(attention) == 2 * sizes  # decode and prefill
     prefill = [entry for entry in found if entry["kernel"].startswith("prefill")]
-    assert len(prefill) == (target == "sm_90") * (24 if sweep else 3)
+    assert len(prefill) == (target == "sm_90") * (24 if sweep else 2)
     assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 22
     gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
-    assert len(gpt_oss) == 3 * 2 + (target == "sm_90")
+    kinds = 3 if sweep or target == "sm_90" else 2 if target == "gfx942" else 1  # AMD's take turns
+    assert len(gpt_oss) == kinds * 2 + (target == "sm_90")
     recurrent = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("recurrent")}
     assert len(recurrent) == 6
     experts = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("experts")}
@@ -37,7 +38,7 @@ def test_kernels_compile_without_spilling(target, extent):
     adapters = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("adapters")}
     assert len(adapters) == 2
     latents = [entry for entry in found if entry["kernel"].startswith("latents")]
-    assert len(latents) >= 8
+    assert len(latents) >= (8 if sweep else 5)
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200
     assert all(entry["spills"] <= 1024 for entry in latents)
     assert [entry for entry in found if entry["spills"] and entry not in latents] == []
