@@ -14,6 +14,8 @@ from headrace import LLM, SamplingParams
 sys.path.insert(0, str(Path(__file__).parent / "models"))
 from tiny_configs import BASE, VARIANTS, best_tokens, save_tiny_model
 
+from tests.distributed.thread_ranks import THREADS
+
 NEW_TOKENS = 24
 EOS = BASE["eos_token_id"]
 
@@ -62,6 +64,7 @@ def test_tokens_are_transformers_own(case: tuple[str, str], block_size: int, ran
         str(tmp_path), dtype="float32", device="cpu", skip_tokenizer_init=True, tensor_parallel_size=ranks,
         block_size=block_size, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96,
         num_gpu_blocks_override=8 if case[0] in SMALL and block_size == 16 else max(3, 192 // block_size),
+        **({"executor": THREADS} if ranks > 1 else {}),
     ) as llm:  # fmt: skip
         for _ in range(2):
             found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -21,7 +21,8 @@ from headrace.quantization.unquantized import unquantized
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_configs import VARIANTS, save_tiny_model
 
-THREADS = "tests.distributed.thread_ranks:make"
+from tests.distributed.thread_ranks import THREADS
+
 CPU = torch.device("cpu")
 
 

@@ -25,7 +25,8 @@ from headrace.step import NewRow, SchedulerOutput
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_configs import BASE, best_tokens, save_tiny_model
 
-THREADS = "tests.distributed.thread_ranks:make"
+from tests.distributed.thread_ranks import THREADS
+
 NEW_TOKENS = 14
 EOS = BASE["eos_token_id"]
 SMALL: dict[str, Any] = {

@@ -19,6 +19,8 @@ from headrace.runner.pending import MaskedStep
 from headrace.runner.worker import Worker
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
+THREADS = f"{__name__}:make"
+"""An LLM's `executor`: tests of what ranks compute start no processes for it; those of processes are elsewhere"""
 TIMEOUT = 120.0
 
 

@@ -22,13 +22,14 @@ from headrace.feed_forwards import Experts
 from headrace.layers.moe import SparseMoE, expert_specs
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
+from tests.distributed.thread_ranks import THREADS
 
 ARCHITECTURE = "GptOssForCausalLM"
 NEW_TOKENS = 16
 FORMATS: dict[str, tuple[int, ...] | None] = {"plain": None, "mxfp4": (), "mixed": (1,)}
 """name -> the layers whose experts are plain in an MXFP4 checkpoint; None: the checkpoint is plain"""
 CHUNKS = {"max_num_batched_tokens": 24}
-TWO_RANKS = {"tensor_parallel_size": 2}
+TWO_RANKS = {"tensor_parallel_size": 2, "executor": THREADS}
 """Of a width of 96 they hold 48 each, but 32 and 64 where 32 share a scale."""
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
