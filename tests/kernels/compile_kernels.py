@@ -249,6 +249,7 @@ def compile_fp8_cache(target):
         report(f"{label} decode of {requests}", decode._decode_kernel, known)
         if target == "sm_90":
             room = torch.zeros(2, 4, attention_config.UNPACKED_BLOCK, 2, head_dim, dtype=q.dtype)
+            plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
             plan = replace(plan, unpacked_blocks=1)
             unpacked = fp8_cache.UnpackedCache.within(room, plan, 3)
             fp8_cache.unpack(unpacked, cache, SEQUENCES, scale, 0)
@@ -513,7 +514,7 @@ def compile_adapters():
     known, slots, ranks = set(), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
-        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), 1024)
+        weights = adapters.AdapterWeights(a, b, ranks, torch.zeros(parts + 1, dtype=torch.int32), (1024,) * parts)
         h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
         adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
         for kernel in (adapters._shrink_kernel, adapters._expand_kernel):
