@@ -29,7 +29,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Frame:
-    """Places points in a picture; both axes have a lower and an upper end."""
+    """Maps values to points of a picture; both axes have a lower and an upper end."""
 
     x: Point
     y: Point
