@@ -106,7 +106,7 @@ class FlagParser:
         self._dicts: set[str] = set()
         self._flags: dict[str, str] = {"-h": "--help", "--help": "--help"}
         """Every spelling of this command's flags -> the main one."""
-        self._scopes = ["bench"] if command.startswith("bench") else []
+        self._scopes = [scope for scope in ("bench", "quantize") if command.startswith(scope)]
         """Scopes of advice/flags/names.json in which other flags are looked up."""
 
     def add_knobs(

@@ -78,16 +78,12 @@ class QuantizeOptions:
         choices=(*EXPORTS,),
         group="Quark's",
     )
-    weight_matrix_merge: bool = knob(False, "Not accepted: matrices are never merged.", group="Quark's")
-    multi_gpu: bool = knob(False, "Not used: one device holds one layer at a time.", group="Quark's")
 
     def __post_init__(self) -> None:
         check_knobs(self)
         for name in ("model", "output_dir"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is missing; `headrace quantize --help` has examples")
-        if self.weight_matrix_merge:
-            raise ConfigError("--weight-matrix-merge is not accepted: every linear keeps its own tensors")
 
     @property
     def scheme(self) -> str:
@@ -107,8 +103,6 @@ class QuantizeOptions:
                 "activations get a scale for each token as they come" if "fp8" in self.scheme else "16-bit activations"
             )
             lines.append(f"--quant-scheme {self.quant_scheme} is {self.scheme} here: {how}.")
-        if self.multi_gpu:
-            lines.append("--multi-gpu has no effect: one device holds one layer at a time.")
         return lines
 
 

@@ -29,7 +29,7 @@ def test_quarks_flags_do_what_they_can(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     for said in (
         "--quant-scheme w_fp8_a_fp8 is fp8 here: activations get a scale for each token as they come.",
-        "--multi-gpu has no effect",
+        "--multi-gpu: one device holds one layer at a time",
     ):
         assert said in printed.err
     lines = printed.out.splitlines()
@@ -53,7 +53,8 @@ def test_quarks_flags_do_what_they_can(tmp_path: Path, capsys: pytest.CaptureFix
         (["--calib-data", "none.txt"], "--calib-data none.txt cannot be read"),
         (["--calib-data", texts.__file__.replace("texts", "__init__")], "has too little text for --seq-len 512"),
         (["--calib-data", str(DEMO_FOLDER / "config.json")], "line 1 of --calib-data"),
-        (["--weight_matrix_merge"], "--weight-matrix-merge is not accepted"),
+        (["--weight_matrix_merge"], "unknown flag --weight-matrix-merge"),
+        (["--exclude_layers", "*.self_attn.*"], "--exclude-layers must be lm_head, got '*.self_attn.*'"),
         (
             ["--model_export", "onnx"],
             "--model-export must be one of compressed-tensors, quark_safetensors, hf_format; got",
