@@ -28,7 +28,7 @@ OTHERS = [
 ]
 ROOMY = ("Qwen3_5ForCausalLM",)
 """whose requests are admitted with all that they will ever need, so that none is preempted"""
-SMALL = ("Exaone4ForCausalLM",)
+SMALL = ("Exaone4ForCausalLM", "Gemma2ForCausalLM")
 """whose windows take so little that less room is given"""
 BLOCK_SIZES = (16, 1, 64)
 """in turn; no prompts have a whole block of 64 tokens in common"""

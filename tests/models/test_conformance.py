@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver
-from tiny_configs import CASES, VARIANTS, save_tiny_model
+from tiny_configs import ALIKE, VARIANTS, save_tiny_model
 
 from headrace.models.registry import SERVED
 
@@ -15,6 +15,12 @@ PROMPTS = [[5], [17, 3, 99], [8, 64, 22, 90, 41, 7, 7, 13, 50, 2, 77], list(rang
 """ragged, shortest first"""
 NEW_TOKENS = 32
 """so that the longest ends beyond the second chunk of a scan"""
+CASES = [
+    pytest.param(name, variant, marks=pytest.mark.slow if turn and name in ALIKE else ())
+    for name, variants in VARIANTS.items()
+    for turn, variant in enumerate(variants)
+]
+"""Of families that are another's with another name or factor, one variant is in `make test`."""
 
 
 def test_every_architecture_has_tiny_configs() -> None:

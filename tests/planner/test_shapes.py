@@ -70,13 +70,17 @@ FIELDS: dict[str, Any] = {
 }
 EXPERTS = (
     "Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4",
-    "Llama4", "Dots1", "HYV3", "SolarOpen", "Mellum", "FlexOlmo", "AXK1", "HunYuanMoE",
+    "Llama4", "Dots1", "HYV3", "SolarOpen", "Mellum", "FlexOlmo", "AXK1", "HunYuanMoE", "Afmoe",
 )  # fmt: skip
 """how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""
 OWN: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 3},
     "AXK1ForCausalLM": {"n_group": 1, "topk_group": 1},
+    "AfmoeForCausalLM": {"num_dense_layers": 0},
+    "GPTJForCausalLM": {"rotary_dim": 8},
+    "Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    "Gemma4ForConditionalGeneration": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
 }
 """fields that no other family has so"""
 

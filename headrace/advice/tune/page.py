@@ -29,7 +29,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Frame:
-    """Maps values to points of a picture; both axes have a lower and an upper end."""
+    """Says where values lie in a picture, both of whose axes have a lower and an upper end."""
 
     x: Point
     y: Point
