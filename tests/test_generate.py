@@ -35,9 +35,9 @@ VARIANTS = {
     "as it comes": {},
     "no prefix caching": {"enable_prefix_caching": False},
     "no chunked prefill": {"enable_chunked_prefill": False},
-    "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pp_layer_partition": "2,3"},
 }
 MORE_VARIANTS = {
+    "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pp_layer_partition": "2,3"},
     "a budget of 16 tokens": {"max_num_batched_tokens": 16},
     "blocks of 1": {"block_size": 1},
     "a pool that forces preemption": {"num_gpu_blocks_override": 14, "max_model_len": 192},
@@ -45,7 +45,8 @@ MORE_VARIANTS = {
     "no async scheduling": {"async_scheduling": False},
     "one at a time": {"max_num_seqs": 1},
 }
-"""Chunks, small blocks and preemption are test_windows.py's too, for families that keep each kind of thing."""
+"""Chunks, small blocks and preemption are test_windows.py's too, for families that keep each kind of thing; stages of
+ranks are distributed/test_pipeline.py's."""
 
 
 @cache

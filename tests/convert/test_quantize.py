@@ -350,6 +350,7 @@ def test_ended_between_any_two_writes_it_goes_on_to_the_same_bytes(
     assert count > 8
 
 
+@pytest.mark.slow  # `make test` ends it between any two writes
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     convert(DEMO_FOLDER, tmp_path / "whole", "int8")
     output, chance = tmp_path / "made", random.Random(6)

@@ -66,7 +66,11 @@ def test_a_tree_adds_neighbours() -> None:
     assert [ranks for ranks in range(1, SLICES + 1) if SLICES % ranks == 0] == [*INVARIANT_RANKS]
 
 
-@pytest.mark.parametrize("case", [("LlamaForCausalLM", "biases"), ("Qwen3ForCausalLM", None)], ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case",
+    [("LlamaForCausalLM", "biases"), pytest.param(("Qwen3ForCausalLM", None), marks=pytest.mark.slow)],
+    ids=lambda case: case[0],
+)
 def test_one_two_and_four_ranks_give_the_same_bits(case: tuple[str, str | None], tmp_path: Path) -> None:
     save_tiny_model(case[0], case[1] or next(iter(VARIANTS[case[0]])), tmp_path)
     random = torch.Generator().manual_seed(5)

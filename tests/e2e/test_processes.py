@@ -113,6 +113,7 @@ class TestTensorParallel:
         assert addresses == {"127.0.0.1"}
         assert {rank.environ()["NCCL_SOCKET_IFNAME"] for rank in server.ranks()} == {"lo"}  # of GPUs
 
+    @pytest.mark.slow  # `make test` kills a core with open requests, and ranks in a step
     def test_killed_rank_ends_open_requests(self) -> None:
         with Serve("demo", "-tp", "2") as server:
             reader = Reader(server)

@@ -23,6 +23,7 @@ from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams
 from headrace.step import Logprobs
+from tests.distributed.thread_ranks import THREADS
 from tests.structured_outputs.grammars import choice, regex, schema
 
 TOKENIZER = Tokenizer.from_folder(DEMO_FOLDER)
@@ -195,7 +196,7 @@ def test_two_ranks_give_what_one_does(core: EngineCore) -> None:
     requests = [ask(seed, schema(SCHEMA)) for seed in range(4)] + [ask(9, "", 20, temperature=0.0)]
     expected = run(core, *requests)
     config = EngineConfig(dtype="float32", tensor_parallel_size=2, num_gpu_blocks_override=60)
-    ranks = build_core(config, DEMO_FOLDER, False)
+    ranks = build_core(config, DEMO_FOLDER, False, executor=THREADS)
     try:
         answers = run(ranks, *requests)
     finally:

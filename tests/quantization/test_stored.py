@@ -134,6 +134,14 @@ def by_token(x: Tensor) -> Tensor:
     return (x / step).clamp(-128, 127).round() * step
 
 
+def by_token_with_zero_point(x: Tensor) -> Tensor:
+    """x in int8 and back, where the smallest number of each token, or 0, is -128."""
+    low, high = x.amin(1, keepdim=True).clamp(max=0.0), x.amax(1, keepdim=True).clamp(min=0.0)
+    step = (high - low) / 255
+    zero = (-128 - low / step).round()
+    return ((x / step + zero).round().clamp(-128, 127) - zero) * step
+
+
 ARITHMETIC: dict[str, tuple[Scheme, dict[str, Tensor], Callable[[Tensor], Tensor], float]] = {
     "fp8, numbers beyond a bound": (
         fp8_scheme("channel", "token"), {"input_scale_ub": torch.tensor(2.0)}, lambda x: rounded(x.clamp(-2.0, 2.0)),
@@ -145,16 +153,18 @@ ARITHMETIC: dict[str, tuple[Scheme, dict[str, Tensor], Callable[[Tensor], Tensor
         {"activation_scale": torch.tensor(0.02)}, lambda x: fixed(x, 0.02), 1e-4,
     ),
     "int8, static": (
-        int8_scheme("channel", "tensor"), {"input_scale": torch.tensor([0.02])}, lambda x: fixed(x, 0.02, 0.0), 1e-4,
+        int8_scheme("channel", "tensor"), {"input_scale": torch.tensor([0.02])}, lambda x: fixed(x, 0.02, 0.0), 0.003,
     ),
     "int8, static, with zero points": (
         int8_scheme("channel", "tensor", False),
         {"input_scale": torch.tensor([0.02]), "input_zero_point": torch.tensor([-40], dtype=torch.int8)},
-        lambda x: fixed(x, 0.02, -40.0), 1e-4,
+        lambda x: fixed(x, 0.02, -40.0), 0.003,  # of 200 draws one rounds a tie the other way: 0.0005
     ),
     "int8, a scale a token": (int8_scheme("channel", "token"), {}, by_token, 0.005),
     "int8, a scale a token beside one a weight": (int8_scheme("tensor", "token"), {}, by_token, 0.005),
-    "int8, a scale and a zero point a token": (int8_scheme("tensor", "token", False), {}, lambda x: x, 0.005),
+    "int8, a scale and a zero point a token": (
+        int8_scheme("tensor", "token", False), {}, by_token_with_zero_point, 0.005,
+    ),
 }  # fmt: skip
 """a scheme, tensors beside the weight, what becomes of activations, how close the product is"""
 

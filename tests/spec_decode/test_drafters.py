@@ -149,7 +149,7 @@ def test_two_ranks_guess_alike(method: str, drafters: dict[str, tuple[str, dict[
     found = []
     for ranks, guesses in ((1, {}), (1, given), (2, {**given, "draft_tensor_parallel_size": 2})):
         small = {**SMALL, "dtype": "float32", "tensor_parallel_size": ranks, "enable_prefix_caching": False}
-        apart = {"executor": THREADS} if ranks > 1 and method != "eagle3" else {}  # which takes processes
+        apart = {"executor": THREADS} if ranks > 1 else {}
         with LLM(model, **small, speculative_config=guesses, **apart) as llm:
             tokens = [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
             found.append((tokens, llm.stats().drafts))
