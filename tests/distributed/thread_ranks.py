@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.config import EngineConfig
 from headrace.distributed.ranks import Place, Ranks
 from headrace.errors import EngineDeadError
@@ -90,7 +92,8 @@ class ThreadRanks:
 
     def sample(self, masks: Masks) -> None:
         assert self.handle is not None
-        self._launch(lambda worker: worker.sample(masks), self.handle)
+        own = msgspec.structs.replace(masks, bits=memoryview(bytes(masks.bits)))  # as a message to a process would be
+        self._launch(lambda worker: worker.sample(own), self.handle)
 
     def _launch(self, order: Callable[[Worker], Any], handle: Handle) -> None:
         def answer(future: Future[Any]) -> None:
