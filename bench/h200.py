@@ -10,7 +10,8 @@
     python bench/h200.py --smoke                               toy sizes on the CPU: proves that the code runs, no more
 
 Figures, each part under 8 minutes: FIGURES.
-Parts of one engine that are named together share it. `profile-*` traces decode steps at batch 128 and 1.
+Parts of one engine that are named together share it. `profile-*` traces decode steps at batch 128 and 1, `adapters`
+(LoRA) those with and without them; `quantizing` times `headrace quantize`, and needs 25 GB of disk.
 
 Cases, each part under 3 minutes:
 
@@ -47,6 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -66,7 +68,15 @@ ENGINE_PARTS = {
     "drafts-70b": "70b-eagle3",
 }
 """part -> the model whose engine it runs on"""
-FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, "serve", "numerics", "ceilings")
+OWN_PARTS = {
+    "serve": "serving.serve_rows",
+    "numerics": "numerics.numerics_rows",
+    "adapters": "adapters.adapter_rows",
+    "embeddings": "embeddings.embedding_rows",
+    "quantizing": "quantizing.quantizing_rows",
+}
+"""part -> module.function in h200_parts that takes a Run, and measures the chip and rows on what it sets up itself"""
+FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, *OWN_PARTS, "ceilings")
 """Parts that measure rows of the table, in the order in which they run: a start comes first, while caches are cold."""
 CASES = {
     "graphs": "graphs.graph_cases",
@@ -120,25 +130,25 @@ def run_group(parts: list[str], run: Run) -> None:
 
         start_rows(run)
         run.measure_chip()
+    elif run.part in OWN_PARTS:
+        function_of(OWN_PARTS[run.part])(run)
     else:
         run.measure_chip()
-        if run.part == "serve":
-            from h200_parts.serving import serve_rows
-
-            serve_rows(run)
-        elif run.part == "numerics":
-            from h200_parts.numerics import numerics_rows
-
-            numerics_rows(run)
     run.done(time.perf_counter() - start)
+
+
+def function_of(place: str) -> Callable[[Run], None]:
+    """Return a function of h200_parts, given `module.function`."""
+    module, name = place.split(".")
+    found: Callable[[Run], None] = getattr(import_module(f"h200_parts.{module}"), name)
+    return found
 
 
 def run_cases(run: Run) -> None:
     """Run one part's cases. A part that raises, or that has no case, is a case that failed."""
     logging.getLogger().setLevel(logging.WARNING)
-    module, function = CASES[run.part].split(".")
     try:
-        getattr(import_module(f"h200_parts.{module}"), function)(run)
+        function_of(CASES[run.part])(run)
     except Exception as error:  # the cases before it are still reported
         logging.exception("%s broke", run.part)
         run.case("runs to its end", False, f"{type(error).__name__}: {str(error)[:300]}")

@@ -90,6 +90,7 @@ def compare(found: list[Sequence], reference: list[Sequence]) -> Comparison:
 
 def numerics_rows(run: Run) -> None:
     """Emit the rows of both models."""
+    run.measure_chip()
     logging.getLogger().setLevel(logging.WARNING)  # many engines start: only their warnings are of interest
     settings = run.settings
     check_model(run, "demo", resolve_model_folder("demo"), _demo_prompts, 256)
@@ -184,8 +185,10 @@ def _demo_prompts(batch: int) -> Prompts:
     return [list(tokenizer.encode(text)) for text in texts]
 
 
-def write_random_model(folder: Path, settings: Settings, layers: int = 4, dtype: str = "") -> Path:
-    """Write a checkpoint of the 8B's sizes, in its own type by default.
+def write_random_model(
+    folder: Path, settings: Settings, layers: int = 4, dtype: str = "", vocab_size: int | None = None
+) -> Path:
+    """Write a checkpoint of the 8B's sizes, in its own type and with its own number of tokens by default.
 
     Weights are normal with a deviation of 0.02, those that add to the residual scaled down by depth as GPT-2's;
     embeddings have a deviation of 1, and the output layer prefers after each token a certain other one.
@@ -194,6 +197,7 @@ def write_random_model(folder: Path, settings: Settings, layers: int = 4, dtype:
 
     config = LLAMA_8B | (TOY if settings.smoke else {}) | {"num_hidden_layers": layers}
     config |= {"torch_dtype": dtype} if dtype else {}
+    config |= {"vocab_size": vocab_size} if vocab_size else {}
     hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim

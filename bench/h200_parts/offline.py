@@ -30,7 +30,8 @@ THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256), 
 class Bench:
     """Holds one model's engine, and what is known about the chip."""
 
-    def __init__(self, run: Run, model: BenchModel, ceilings: Ceilings) -> None:
+    def __init__(self, run: Run, model: BenchModel, ceilings: Ceilings, **knobs: Any) -> None:
+        """`knobs`: engine settings beside those that all rows share."""
         from headrace.llm import LLM
 
         self.emit, self.settings, self.model, self.ceilings = run.emit, run.settings, model, ceilings
@@ -39,7 +40,7 @@ class Bench:
         self._stream = 0
         self._uncounted: list[tuple[Result, list[list[int]], int]] = []
         start = time.perf_counter()
-        self.llm: Any = LLM(**self.settings.engine_knobs(model), skip_tokenizer_init=True)
+        self.llm: Any = LLM(**self.settings.engine_knobs(model) | knobs, skip_tokenizer_init=True)
         if self.cost.num_experts:
             spread_tokens(self.llm, SEED)
         print(f"engine of {model.title} loaded in {time.perf_counter() - start:.1f} s", flush=True)
@@ -102,11 +103,12 @@ class Bench:
     def seconds(self, prompts: list[list[int]], output_len: int) -> float:
         return self.run(prompts, output_len)[0]
 
-    def run(self, prompts: list[list[int]], output_len: int) -> tuple[float, list[Any]]:
-        """Run one greedy batch; return its seconds and outputs."""
+    def run(self, prompts: list[list[int]], output_len: int, **requests: Any) -> tuple[float, list[Any]]:
+        """Run one greedy batch; return its seconds and outputs. `requests`: what `LLM.generate` is told of them
+        besides."""
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
         start = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, **requests)
         return time.perf_counter() - start, outputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from h200_parts.offline import Bench
 from h200_parts.rows import Result
@@ -20,22 +21,23 @@ LONG_GAP = 5.0
 def idle_rows(bench: Bench) -> None:
     """Emit the idle share at each batch size; print its longest gaps and the kernels that cost most."""
     for batch in BATCHES:
-        bench.emit(idle_row(bench, batch))
+        bench.emit(idle_row(bench, f"idle/{bench.model.name}/{batch}", batch))
 
 
-def idle_row(bench: Bench, batch: int) -> Result:
-    """Run once untraced, so that all is compiled and captured, and once traced."""
+def idle_row(bench: Bench, name: str, batch: int, **requests: Any) -> Result:
+    """Run once untraced, so that all is compiled and captured, and once traced. `requests`: what `LLM.generate` is told
+    of them besides."""
     import torch
     from torch.profiler import ProfilerActivity
 
     settings, on_gpu = bench.settings, bench.settings.device == "cuda"
     size = settings.requests(batch)
     prompts = bench.prompts(size, settings.tokens(128))
-    untraced, _ = bench.run(prompts, OUTPUT)
-    first, _ = bench.run(prompts, 1)
+    untraced, _ = bench.run(prompts, OUTPUT, **requests)
+    first, _ = bench.run(prompts, 1, **requests)
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
-        bench.run(prompts, OUTPUT)
+        bench.run(prompts, OUTPUT, **requests)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -52,7 +54,6 @@ def idle_row(bench: Bench, batch: int) -> Result:
         f"{STEPS} steps of {(end - start) / STEPS / 1000:.3f} ms traced, {step:.3f} ms untraced",
         f"{long:.2f}% in gaps longer than {LONG_GAP:g} us",
     ]
-    name = f"idle/{bench.model.name}/{batch}"
     print(f"\n{name}: idle {share:.2f}%, {notes[0]}; longest gaps:")
     print("\n".join(gap_lines(idle, STEPS)))
     print("kernels that cost most:")

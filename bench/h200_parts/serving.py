@@ -99,6 +99,7 @@ def cache_environment(folder: Path) -> dict[str, str]:
 
 def serve_rows(run: Run) -> None:
     """Measure three loads on one server: one request at a time, all at once, and 16 requests a second."""
+    run.measure_chip()
     with serving(run.settings.serve_flags(MODELS["bf16"])) as server:
         url = server.wait_for_url(START_SECONDS)
         print(f"server ready after {time.monotonic() - server.launched:.1f} s", flush=True)

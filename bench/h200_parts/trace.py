@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-TOP = 14
+TOP = 20
 """lines that are printed of gaps and of kernels"""
 
 
@@ -24,6 +24,8 @@ class Interval:
     start: float
     end: float
     name: str
+    grid: str = ""
+    """the blocks that a kernel was launched with, as x,y,z"""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,15 @@ def intervals_of(trace: dict[str, Any], categories: Iterable[str] = DEVICE_CATEG
     """Return the intervals of a Chrome trace as torch.profiler writes it, in order of their start."""
     wanted = set(categories)
     return sorted(
-        Interval(event["ts"], event["ts"] + event.get("dur", 0.0), event["name"])
+        Interval(event["ts"], event["ts"] + event.get("dur", 0.0), event["name"], grid_of(event.get("args", {})))
         for event in trace["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in wanted
     )
+
+
+def grid_of(about: dict[str, Any]) -> str:
+    """Return the blocks that a kernel was launched with, given what a trace says of it."""
+    return ",".join(str(size) for size in about.get("grid", ()))
 
 
 def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> tuple[float, float]:
@@ -68,7 +75,7 @@ def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> t
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
     """Return what ran in the window, cut to it."""
     return [
-        Interval(max(one.start, start), min(one.end, end), one.name)
+        replace(one, start=max(one.start, start), end=min(one.end, end))
         for one in intervals
         if one.end > start and one.start < end
     ]
@@ -94,8 +101,9 @@ def gap_lines(idle: Sequence[Gap], steps: int) -> list[str]:
 
 
 def kernel_lines(intervals: Sequence[Interval], steps: int) -> list[str]:
-    """Return the kernels that cost most, in microseconds a step; where two overlap, both count."""
-    return _largest([(short_name(one.name), one.end - one.start) for one in intervals], steps, "launches")
+    """Return the kernels that cost most, by their grids, in microseconds a step; where two overlap, both count."""
+    costs = [(f"{short_name(one.name)} {one.grid}".rstrip(), one.end - one.start) for one in intervals]
+    return _largest(costs, steps, "launches")
 
 
 def _largest(costs: Iterable[tuple[str, float]], steps: int, what: str) -> list[str]:

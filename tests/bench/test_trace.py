@@ -18,12 +18,12 @@ def test_a_trace_counts_what_ran_on_the_device() -> None:
         return {"name": name, "ts": ts, "dur": dur, "cat": cat, "ph": ph}
 
     events = [
-        event("late", 20, 5),
+        event("late", 20, 5) | {"args": {"grid": [4, 1, 1]}},
         event("copy", 10, 2, "gpu_memcpy"),
         event("host", 0, 100, "cpu_op"),
         event("flow", 0, 9, ph="s"),
     ]
-    assert intervals_of({"traceEvents": events}) == [Interval(10, 12, "copy"), Interval(20, 25, "late")]
+    assert intervals_of({"traceEvents": events}) == [Interval(10, 12, "copy"), Interval(20, 25, "late", "4,1,1")]
 
 
 def test_the_window_is_of_late_steps_before_the_last() -> None:
@@ -40,9 +40,9 @@ def test_the_window_is_of_late_steps_before_the_last() -> None:
 
 
 def test_lines_are_per_step_and_largest_first() -> None:
-    ran = [Interval(0, 4, "a"), Interval(5, 25, "b"), Interval(26, 30, "a"), Interval(31, 51, "b")]
+    ran = [Interval(0, 4, "a"), Interval(5, 25, "b", "8,2,1"), Interval(26, 30, "a"), Interval(31, 51, "b", "8,2,1")]
     assert kernel_lines(ran, 2) == [
-        "    20.00 us a step in    1.00 launches: b",
+        "    20.00 us a step in    1.00 launches: b 8,2,1",
         "     4.00 us a step in    1.00 launches: a",
     ]
     assert gap_lines(gaps(ran, 0, 51), 2)[0] == "     1.00 us a step in    1.00 gaps: a -> b"
