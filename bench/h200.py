@@ -29,6 +29,7 @@ Cases, each part under 3 minutes:
     format-numerics   logits of every format of a checkpoint beside the widened model's, in fp32 and in bf16
     family-numerics   logits of every family in bf16 beside transformers', in fp32 and in bf16; tokens of graphs; what
                       torch computes inside layers (it needs tests/models and transformers)
+    long-latents      prompts of 131,072 tokens over latents, in one piece and in chunks, beside float64
 
 Weights are random (uniform +-1e-3, seeded; normal embeddings and routers where there are experts, so that tokens
 spread over them), prompts token ids, decoding greedy to the full length, prefix caching off,
@@ -90,6 +91,7 @@ CASES = {
     "unasked-cache": "fp8_cache.unasked_cache_cases",
     "format-numerics": "format_numerics.format_numerics_cases",
     "family-numerics": "family_numerics.family_numerics_cases",
+    "long-latents": "long_latents.long_latents_cases",
 }
 """part -> module.function in h200_parts that takes a Run"""
 NEED_A_GPU = ("memory", "two-instances")

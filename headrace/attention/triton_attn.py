@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
@@ -210,7 +209,8 @@ class TritonAttention:
             )  # fmt: skip
             key_starts = metadata.seq_lens[:0]
             if plan.expanded is not None:
-                key_starts = F.pad(metadata.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0))
+                key_starts = metadata.seq_lens.new_zeros(metadata.num_reqs - decodes + 1)
+                torch.cumsum(metadata.seq_lens[decodes:], 0, dtype=torch.int32, out=key_starts[1:])
             planned = metadata.plan["latent", spec, num_chosen] = plan, key_starts
         return planned
 
