@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -160,6 +161,15 @@ class ChatTemplate:
         self.reads_bare_calls = any(_of_numbered_call(node) for node in tree.find_all(jinja2.nodes.Getattr))
         """Whether it reads a call's name beside its `type`, where most have a `function` between."""
         self._environment = environment
+
+    @cached_property
+    def shows_late_system(self) -> bool:
+        """Tell whether it shows a message of the system behind others. Many refuse one, or leave it out."""
+        roles, mark = ("user", "system", "assistant", "user"), secrets.token_hex(16)
+        try:
+            return mark in self.render([{"role": role, "content": mark if role == "system" else "a"} for role in roles])
+        except RequestError:
+            return False
 
     def render(
         self,

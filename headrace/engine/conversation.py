@@ -89,8 +89,11 @@ def render_chat(
     continue_final_message: bool,
 ) -> str:
     """Return what ChatTemplate.render does; an empty list of tools is none. A template that goes through the keys of
-    arguments, and fails because they stayed text, sees an object with this text."""
+    arguments, and fails because they stayed text, sees an object with this text. One that shows a message of the system
+    only at the beginning sees later ones as the user's."""
     options = tools or None, add_generation_prompt, kwargs, continue_final_message
+    if any(message.get("role") == "system" for message in messages[1:]) and not template.shows_late_system:
+        messages = _one_system(messages)
     try:
         return template.render(messages, *options)
     except RequestError:
@@ -98,6 +101,25 @@ def render_chat(
         if wrapped == messages:
             raise
     return template.render(wrapped, *options)
+
+
+def _one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which the first alone may be the system's: its further ones there are joined to it, and later
+    ones to what the user says beside them."""
+    found: list[dict[str, Any]] = []
+    became = False  # whether the last one holds words of the system that are now the user's
+    for message in messages:
+        role = message.get("role")
+        late = role == "system" and bool(found)
+        if late and not (len(found) == 1 and found[0].get("role") == "system"):
+            role = "user"
+        joins = late or (became and role == "user")
+        if joins and found[-1].get("role") == role:
+            found[-1] = {**found[-1], "content": f"{found[-1].get('content') or ''}\n\n{message.get('content') or ''}"}
+        else:
+            found.append({**message, "role": role} if late else message)
+        became = role == "user" and (late or (joins and became))
+    return found
 
 
 def _wrapped(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from headrace.server.answers import (
     Delta,
     Usage,
 )
-from headrace.server.chat_grammar import chat_grammar
+from headrace.server.chat_grammar import bounds_thoughts, chat_grammar
 from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of, read_new
 from headrace.server.chat_prompt import (
     RENDERED_INLINE_BYTES,
@@ -33,7 +33,7 @@ from headrace.server.chat_prompt import (
 )
 from headrace.server.constraints import is_constrained
 from headrace.server.generation import Generation, GenerationResponse, ReasoningCount, UsageCount
-from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from headrace.server.logprobs import TextLogprobs, TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.output_formats import WITHOUT_FORMAT
 from headrace.server.protocol import ChatCompletionRequest
 from headrace.server.replies import OPENAI
@@ -105,12 +105,14 @@ def _plan(serving: Serving, request: ChatCompletionRequest, id_prefix: str) -> C
     )
     # Of a model whose calls nothing finds, they stay text.
     unfound = ["tools"] if use is not None and (parsing is None or parsing.tool is None) else []
+    if request.thinking_token_budget is not None and not bounds_thoughts(serving):
+        unfound.append("thinking_token_budget")
     return ChatPlan(generation, parsing, [*unfound, *unread_fields(request, rendered.template)])
 
 
 def _params(serving: Serving, request: ChatCompletionRequest) -> SamplingParams:
     for name, low, high in (("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
-                            ("top_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
+                            ("top_logprobs", 0, MAX_LOGPROBS), ("thinking_token_budget", 0, 2**31 - 1)):  # fmt: skip
         if (value := getattr(request, name)) is not None:
             check_integer(name, value, low, high)
     if request.top_logprobs and not request.logprobs:
@@ -155,6 +157,15 @@ def reasoning_count(serving: Serving, parsing: Parsing | None) -> ReasoningCount
     if parsing is None or parsing.reasoning is None or tokenizer is None:
         return None
     return ReasoningCount.of(tokenizer, parsing.reasoning, parsing.reasoning_open)
+
+
+def text_logprobs(serving: Serving, k: int) -> TextLogprobs:
+    """Return what finds the logprobs of an answer's texts, with those of the k best tokens for each of theirs."""
+    tokenizer = serving.engine.tokenizer
+    if tokenizer is None:
+        return TextLogprobs(k, TokenNames(False), frozenset())
+    markup = tokenizer.special_ids.union(tokenizer.marks.values())
+    return TextLogprobs(k, TokenNames(False, tokenizer.token_bytes), markup)
 
 
 @dataclass

@@ -45,12 +45,22 @@ def chat_grammar(
         grammar = calls
     else:
         grammar = either(asked, calls)
-    if grammar is None:
-        return ""
     if reasoning is not None and not in_channels:  # channels have their reasoning in them
         state = _state(reasoning, rendered, opened, bool(request.continue_final_message))
-        grammar = _behind(reasoning, grammar, rendered, state, special)
-    return grammar.to_text()
+        most = request.thinking_token_budget if bounds_thoughts(serving) else None
+        if grammar is None and most is not None and state is not False:
+            rules = Rules(special)
+            grammar = rules.grammar(rules.anything(but=[mark for mark in reasoning.open if mark in special]))
+        grammar = None if grammar is None else _behind(reasoning, grammar, rendered, state, special, most)
+    return "" if grammar is None else grammar.to_text()
+
+
+def bounds_thoughts(serving: Serving) -> bool:
+    """Return whether a thought can be made to end: marks must begin and end it."""
+    reasoning, tokenizer = serving.formats.reasoning, serving.engine.tokenizer
+    if reasoning is None or tokenizer is None or not reasoning.open or reasoning.open[0] not in tokenizer.marks:
+        return False
+    return any(mark in tokenizer.marks for mark in reasoning.close)
 
 
 def _calls(use: ToolUse, formats: OutputFormats, special: Mapping[str, int], beside: bool) -> Grammar | None:
@@ -99,11 +109,13 @@ def _state(form: ReasoningFormat, rendered: Rendered, opened: bool, continued: b
 
 
 def _behind(
-    form: ReasoningFormat, grammar: Grammar, rendered: Rendered, state: bool | None, special: Mapping[str, int]
-) -> Grammar:
-    """Return reasoning and then a grammar. If reasoning must come and the prompt has not opened it, the model may."""
+    form: ReasoningFormat, grammar: Grammar, rendered: Rendered, state: bool | None, special: Mapping[str, int],
+    most: int | None,
+) -> Grammar:  # fmt: skip
+    """Return reasoning, of at most so many tokens, and then a grammar. If reasoning must come and the prompt has not
+    opened it, the model may."""
     opener = form.open[0]
-    whole = after_reasoning(grammar, opener=opener, closers=form.close, is_open=state, special=special)
+    whole = after_reasoning(grammar, opener=opener, closers=form.close, is_open=state, special=special, most=most)
     if not state or _ends_with(rendered, form.open):
         return whole
     rules = Rules(special)

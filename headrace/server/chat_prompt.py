@@ -34,6 +34,7 @@ SWITCHES = ("enable_thinking", "thinking")
 MODE = "thinking_mode"
 """The same where the model may also be left to choose, as MiniMax-M3's is by default."""
 THINKING_TYPES = {"enabled": True, "disabled": False}
+NEAREST_EFFORT = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 MAX_MARKUP_CHARS = 256
 """More than a template writes between the beginning of a message and its text."""
 
@@ -121,10 +122,17 @@ def _template_kwargs(
     check_depth(name, given)
     fields: dict[str, Any] = {}
     if request.reasoning_effort is not None and "reasoning_effort" in template.variables:
-        fields["reasoning_effort"] = request.reasoning_effort
+        fields["reasoning_effort"] = _known_effort(request.reasoning_effort, template)
     if (thinks := _wants_thinking(request)) is not None:
         fields |= _switched(template, thinks)
     return serving.config.default_chat_template_kwargs | fields | given
+
+
+def _known_effort(effort: str, template: ChatTemplate) -> str:
+    """Return an effort as the model was trained to read it: one that its template does not name is the nearest of low,
+    medium and high."""
+    named = f"'{effort}'" in template.source or f'"{effort}"' in template.source
+    return effort if named else NEAREST_EFFORT.get(effort, effort)
 
 
 def _wants_thinking(request: ChatCompletionRequest | TokenizeRequest) -> bool | None:

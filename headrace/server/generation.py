@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -280,6 +280,9 @@ class GenerationResponse(Response):
         RequestError or QueueFullError before anything runs, if one of the prompts cannot."""
         generation, engine, params = self.generation, self.serving.engine, step or self.generation.params
         prompts = opened or await self._prepared(params)
+        if generation.most_tokens is not None:
+            longest = min(generation.most_tokens, engine.limits.max_model_len - max(map(len, prompts)))
+            params = structs.replace(params, max_tokens=longest)
         with engine.queue.reserve(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as reservation:
             outputs = engine.generate(
                 prompts,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from headrace.request import Logprob
@@ -79,6 +81,45 @@ def chat_logprobs(token_ids: Sequence[int], entries: Entries, k: int, names: Tok
         own = entry[token_id]
         content.append(TokenLogprob(names.text(token_id, own), _finite(own.logprob), names.data(token_id), top))
     return ChatLogprobs(content)
+
+
+class TextLogprobs:
+    """Finds the tokens that a text of an answer was written with, as both come: markup has tokens too, and the text of
+    a token may come later than the token."""
+
+    def __init__(self, k: int, names: TokenNames, markup: AbstractSet[int]) -> None:
+        """`k`: how many of the best tokens are shown for each; `markup`: tokens that no text has."""
+        self.k, self.names, self.markup = k, names, markup
+        self._written = bytearray()
+        """bytes of the tokens behind the last text that was found"""
+        self._tokens: list[tuple[int, int, dict[int, Logprob] | None]] = []
+        """of each of them, where its bytes end, its id, and its logprobs"""
+
+    def add(self, token_ids: Sequence[int], entries: Entries) -> None:
+        """Take new tokens in."""
+        bytes_of = self.names.bytes_of
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            if bytes_of is not None and token_id not in self.markup:
+                self._written += bytes_of(token_id)
+                self._tokens.append((len(self._written), token_id, entry))
+
+    def take(self, text: str) -> list[TokenLogprob]:
+        """Return the logprobs of the tokens of the next text. A token that two texts share goes with the first."""
+        data = text.encode("utf-8", "replace")
+        place = self._written.find(data)
+        # Bytes that are no character stand in the text as U+FFFD: what comes next is then as good a guess as any.
+        end = len(data) + max(place, 0)
+        start = bisect_right(self._tokens, max(place, 0), key=_end)
+        stop = bisect_left(self._tokens, end, key=_end) + 1 if data else start
+        found = self._tokens[start:stop]
+        self._tokens = [(last - end, token_id, entry) for last, token_id, entry in self._tokens[stop:]]
+        del self._written[:end]
+        ids, entries = [token_id for _, token_id, _ in found], [entry for *_, entry in found]
+        return chat_logprobs(ids, entries, self.k, self.names).content
+
+
+def _end(token: tuple[int, int, object]) -> int:
+    return token[0]
 
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:

@@ -8,22 +8,48 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.errors import RequestError, quoted
 from headrace.parsers.events import Arguments, CallStart, Content, Event, Reasoning
 from headrace.request import CompletionOutput, RequestOutput
-from headrace.sampling_params import MAX_STOP_STRINGS
+from headrace.sampling_params import check_integer
 from headrace.server.body import check_depth
 from headrace.server.chat import ChatPlan, plan_chat
 from headrace.server.chat_parsing import ChoiceParser, merged, read_new
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
 from headrace.server.generation import GenerationResponse, UsageCount
+from headrace.server.message_shapes import (
+    Block,
+    BlockDelta,
+    BlockDeltaEvent,
+    BlockStart,
+    BlockStop,
+    ContentBlock,
+    CountTokensRequest,
+    Ending,
+    InputJsonDelta,
+    Message,
+    MessageDelta,
+    MessageParam,
+    MessagesRequest,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    SignatureDelta,
+    StreamEvent,
+    TextBlock,
+    TextBlockDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    TokenCount,
+    ToolUseBlock,
+)
 from headrace.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -37,140 +63,20 @@ from headrace.server.requests import answer_headers, receive
 from headrace.server.serving import Serving
 from headrace.server.tool_use import template_tools
 
-Block = dict[str, Any]
 CHANGES_EVERY_TIME = "x-anthropic-billing-header:"
 """How a first text of `system` begins that an agent writes anew in every request: with it no prompt would have a
 beginning that is cached. It tells the model nothing, and is left out."""
+ROLES = ("user", "assistant", "system")
 THINKS = {"enabled": True, "disabled": False, "adaptive": None}
+NAMES_HERE = {"thinking_token_budget": "thinking.budget_tokens", "reasoning_effort": "output_config.effort"}
+"""fields of a chat request -> what they are made of"""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+CONTEXT_FULL = "model_context_window_exceeded"
+"""How an answer ended that had fewer than max_tokens. Clients ask for what Anthropic's models may write, whatever the
+context of the model that is served; so does Anthropic's own API end, and not refuse."""
 INVALID_JSON = "INVALID_JSON"
 """The one key of a call's input whose JSON the model has not finished, as Anthropic's guide has clients send it back"""
-
-
-class MessageParam(Struct):
-    role: str
-    content: str | list[Block]
-
-
-class CountTokensRequest(Struct, kw_only=True):
-    """Requests the number of a prompt's tokens; MessagesRequest has the same fields."""
-
-    messages: list[MessageParam]
-    model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-
-
-class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: int
-    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-
-
-class TokenCount(Struct):
-    input_tokens: int
-
-
-class MessageUsage(Struct):
-    """Holds counts of tokens. Those of a prompt that were found in the cache are not among its other ones."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-
-
-class TextBlock(Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
-    """Holds reasoning. Clients send blocks back with their signature, which nothing here needs: it is a digest."""
-
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: Any
-
-
-ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
-
-
-class Message(Struct, tag_field="type", tag="message"):
-    """Represents a whole answer, and the beginning of a streamed one."""
-
-    id: str
-    model: str
-    content: list[ContentBlock]
-    usage: MessageUsage
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    role: str = "assistant"
-
-
-class TextBlockDelta(Struct, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
-    thinking: str
-
-
-class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
-    signature: str
-
-
-class InputJsonDelta(Struct, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-BlockDelta = TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
-
-
-class MessageStart(Struct, tag_field="type", tag="message_start"):
-    message: Message
-
-
-class BlockStart(Struct, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: ContentBlock
-
-
-class BlockDeltaEvent(Struct, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: BlockDelta
-
-
-class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class Ending(Struct):
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class MessageDelta(Struct, tag_field="type", tag="message_delta"):
-    delta: Ending
-    usage: MessageUsage
-
-
-class MessageStop(Struct, tag_field="type", tag="message_stop"):
-    pass
-
-
-StreamEvent = MessageStart | BlockStart | BlockDeltaEvent | BlockStop | MessageDelta | MessageStop
 
 
 async def answer_message(serving: Serving, http: Request) -> GenerationResponse:
@@ -178,10 +84,13 @@ async def answer_message(serving: Serving, http: Request) -> GenerationResponse:
     received = await receive(serving, http, MessagesRequest)
     request = received.fields
     chat, ignored = chat_request(request)
-    chat.max_tokens, chat.stop, chat.stream = request.max_tokens, request.stop_sequences, request.stream
+    check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
+    chat.stop, chat.stream = request.stop_sequences, request.stream
     chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
     plan = await plan_chat(serving, http, chat, received.size, "msg")
-    headers = answer_headers(serving, http, None, plan.generation, [*received.ignored, *ignored, *plan.ignored])
+    plan = replace(plan, generation=replace(plan.generation, most_tokens=request.max_tokens))
+    unread = [NAMES_HERE.get(name, name) for name in plan.ignored]
+    headers = answer_headers(serving, http, None, plan.generation, [*received.ignored, *ignored, *unread])
     headers["request-id"] = plan.generation.response_id  # the name under which Anthropic's clients look for it
     return GenerationResponse(serving, plan.generation, MessageAnswer(plan), bool(request.stream), headers)
 
@@ -212,6 +121,9 @@ def chat_request(request: CountTokensRequest) -> tuple[ChatCompletionRequest, li
     kind = thinking.get("type")
     if thinking and (not isinstance(kind, str) or kind not in THINKS):
         raise RequestError(f"thinking.type must be one of {', '.join(THINKS)}, got {quoted(kind)}", "thinking")
+    budget = thinking.get("budget_tokens")
+    if budget is not None:
+        check_integer("thinking.budget_tokens", budget, 1, 2**31 - 1)
     effort, form = config.get("effort"), config.get("format")
     if not isinstance(effort, str | None) or not isinstance(form, dict | None):
         raise RequestError("output_config must have a text as effort and an object as format", "output_config")
@@ -227,12 +139,13 @@ def chat_request(request: CountTokensRequest) -> tuple[ChatCompletionRequest, li
         tool_choice=choice,
         parallel_tool_calls=parallel,
         thinking=THINKS[kind] if isinstance(kind, str) else None,
+        thinking_token_budget=budget if kind == "enabled" else None,
         reasoning_effort=effort,
         response_format=form,
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
-    return chat, ["thinking.budget_tokens"] if "budget_tokens" in thinking else []
+    return chat, ["thinking.budget_tokens"] if budget is not None and kind != "enabled" else []
 
 
 def _system(given: str | list[Block] | None) -> list[ChatMessage]:
@@ -248,11 +161,13 @@ def _system(given: str | list[Block] | None) -> list[ChatMessage]:
 
 def _messages(given: MessageParam, where: str) -> list[ChatMessage]:
     """Return a message of Anthropic's as those of a chat: results of tools are messages of their own there."""
-    if given.role not in ("user", "assistant"):
-        raise RequestError(f"{where}.role must be user or assistant, got {quoted(given.role)}", f"{where}.role")
+    if given.role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {quoted(given.role)}", f"{where}.role")
     if isinstance(given.content, str):
         return [ChatMessage(given.role, given.content)]
     blocks = [(block, f"{where}.content[{place}]") for place, block in enumerate(given.content)]
+    if given.role == "system":
+        return [ChatMessage("system", "\n\n".join(_text(*block) for block in blocks))]
     return [_said(blocks)] if given.role == "assistant" else [*_asked(blocks)]
 
 
@@ -430,6 +345,8 @@ class MessageAnswer:
         reason = new.finish_reason or "stop"
         if reason == "stop" and self.parser is not None and self.parser.has_calls:
             reason = "tool_calls"
+        if reason == "length" and self.count.total().completion_tokens < (self.generation.most_tokens or 0):
+            return Ending(CONTEXT_FULL, None)
         return Ending(STOP_REASONS.get(reason, "end_turn"), None)
 
     def _usage(self) -> MessageUsage:

@@ -173,6 +173,7 @@ class ChatCompletionRequest(GenerateRequest, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     thinking: Thinking = None
+    thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None

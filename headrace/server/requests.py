@@ -58,6 +58,8 @@ class Generation:
     """How to search for the likeliest outputs; None: outputs are sampled."""
     lora_request: LoRARequest | None = None
     """The adapter that `model` names; None: the model as it is."""
+    most_tokens: int | None = None
+    """Most tokens of an output that ends, without an error, where the context is full before; None: `params` says."""
     pools: str = ""
     """What a model that pools makes numbers for (see EngineCoreRequest); `prompts` are token ids that were checked."""
 

@@ -7,14 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace as changed
 
 from headrace.parsers.events import Arguments, CallStart, Content, Event, Reasoning
 from headrace.request import RequestOutput
+from headrace.server.answers import TokenLogprob
 from headrace.server.chat import ChatPlan
 from headrace.server.chat_parsing import ChoiceParser, merged, read_new
 from headrace.server.generation import ReasoningCount, UsageCount
+from headrace.server.logprobs import TextLogprobs
 from headrace.server.replies import OPENAI, ErrorObject, Wire, named_event
+from headrace.server.response_items import namespaces
 from headrace.server.response_shapes import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -62,14 +66,19 @@ class ResponseAnswer:
         shown: ResponseObject,
         counted: ReasoningCount | None,
         ended: Callable[[ResponseObject], None],
+        logprobs: TextLogprobs | None = None,
     ) -> None:
-        """`ended`: called with the finished answer."""
+        """`ended`: called with the finished answer. `logprobs`: finds those of its text, where they are wanted."""
         self.parser = None if plan.parsing is None else ChoiceParser(plan.parsing)
         self.shown = shown
         self.count = UsageCount(None)
         self.count.reasoning = counted
         self.wire: Wire = replace(OPENAI, event=named_event, done=b"", failed=self._failed)
         self._ended = ended
+        self._logprobs = logprobs
+        self._found: list[TokenLogprob] = []
+        """logprobs of the open item's text"""
+        self._namespaces = namespaces(shown.tools)
         self._numbered = 0
         self._open: OutputItem | None = None
         self._texts: list[str] = []
@@ -92,6 +101,8 @@ class ResponseAnswer:
             events += [Created(response=self.shown), InProgress(response=self.shown)]
         for new in output.outputs:
             self.count.add_tokens(0, new.token_ids)
+            if self._logprobs is not None:
+                self._logprobs.add(new.token_ids, new.logprobs or [])
             for event in merged(read_new(self.parser, new)):
                 events += self._part(event)
             if new.finish_reason is not None:
@@ -121,7 +132,9 @@ class ResponseAnswer:
                     yield from self._begin(OutputMessage(new_id("msg"), []))
                     yield PartAdded(**self._place(), part=OutputText(""))
                 self._texts.append(text)
-                yield TextDelta(**self._place(), delta=text)
+                found = self._logprobs_of(text)
+                self._found += found
+                yield TextDelta(**self._place(), delta=text, logprobs=found)
             case Reasoning(text):
                 summary = bool(self.shown.reasoning.get("summary"))
                 if not isinstance(self._open, ReasoningItem):
@@ -131,16 +144,18 @@ class ResponseAnswer:
                     else:
                         yield PartAdded(**self._place(), part=ReasoningText(""))
                 self._texts.append(text)
+                self._logprobs_of(text)
                 yield (SummaryDelta if summary else ReasoningDelta)(**self._place(), delta=text)
             case CallStart(_, name, id):
-                yield from self._begin(FunctionCallItem(new_id("fc"), id or new_id("call"), name, ""))
+                namespace, name = self._namespaces.get(name, (UNSET, name))
+                yield from self._begin(FunctionCallItem(new_id("fc"), id or new_id("call"), name, "", namespace))
             case Arguments(_, text):
                 self._texts.append(text)
                 yield ArgumentsDelta(**self._place(), delta=text)
 
     def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
-        self._open, self._texts = item, []
+        self._open, self._texts, self._found = item, [], []
         yield ItemAdded(output_index=len(self.shown.output), item=item)
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:
@@ -149,8 +164,8 @@ class ResponseAnswer:
         done: OutputItem
         match item:
             case OutputMessage():
-                part = OutputText(text)
-                yield TextDone(**place, text=text)
+                part = OutputText(text, logprobs=self._found)
+                yield TextDone(**place, text=text, logprobs=self._found)
                 yield PartDone(**place, part=part)
                 done = changed(item, content=[part], status=status)
             case ReasoningItem():
@@ -178,6 +193,9 @@ class ResponseAnswer:
         self.shown = changed(self.shown, status=status, usage=self._usage(), incomplete_details=details)
         self._ended(self.shown)
         yield (Incomplete if details else Completed)(response=self.shown)
+
+    def _logprobs_of(self, text: str) -> list[TokenLogprob]:
+        return [] if self._logprobs is None else self._logprobs.take(text)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": "" if self._open is None else self._open.id, "output_index": len(self.shown.output)}

@@ -31,8 +31,9 @@ ALIKE = (
 )  # fmt: skip
 """fields that a chat request has too"""
 REFUSED = ("prompt", "conversation")
-NO_EFFECT = ("reasoning.encrypted_content",)
-"""What `include` may name without getting it: reasoning is sent in the clear, and taken back so."""
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. The second has no effect: reasoning is sent in the clear, and taken back so."""
 
 
 def conversation(request: ResponsesRequest, before: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -48,9 +49,11 @@ def chat_request(request: ResponsesRequest, messages: list[ChatMessage]) -> Chat
     for name in REFUSED:
         if getattr(request, name) is not None:
             raise RequestError(f"{name} is not yet supported", name)
-    if request.top_logprobs or any(name not in NO_EFFECT for name in request.include or ()):
-        name = "top_logprobs" if request.top_logprobs else "include"
-        raise RequestError(f"{name}: {quoted(request.top_logprobs or request.include)} is not yet supported", name)
+    included = request.include or ()
+    if other := [name for name in included if name not in INCLUDED]:
+        raise RequestError(f"include: {quoted(other[0])} is not supported; accepted: {', '.join(INCLUDED)}", "include")
+    if request.top_logprobs and LOGPROBS not in included:
+        raise RequestError(f"top_logprobs needs include to name {LOGPROBS!r}", "top_logprobs")
     if request.truncation not in (None, "disabled", "auto"):
         raise RequestError(f"truncation must be 'disabled' or 'auto', got {quoted(request.truncation)}", "truncation")
     if request.max_output_tokens is not None:
@@ -61,10 +64,12 @@ def chat_request(request: ResponsesRequest, messages: list[ChatMessage]) -> Chat
         raise RequestError(f"reasoning.effort must be a text, got {quoted(effort)}", "reasoning")
     return ChatCompletionRequest(
         messages=_with_instructions(request.instructions, messages),
-        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ())] or None,
+        tools=_tools(request.tools or (), "tools") or None,
         response_format=_format((request.text or {}).get("format")),
         reasoning_effort=effort,
         max_completion_tokens=request.max_output_tokens,
+        logprobs=LOGPROBS in included or None,
+        top_logprobs=request.top_logprobs,
         **{name: getattr(request, name) for name in ALIKE},
     )
 
@@ -87,7 +92,8 @@ def messages_of(items: Sequence[Item]) -> list[ChatMessage]:
             said = _turn(messages)
             said.reasoning = f"{said.reasoning or ''}{thought}" or None
         elif kind == "function_call":
-            function = PastFunctionCall(_string(item, "name", where), _string(item, "arguments", where))
+            name = full_name(_string(item, "name", where), item.get("namespace"))
+            function = PastFunctionCall(name, _string(item, "arguments", where))
             said = _turn(messages)
             said.tool_calls = [*(said.tool_calls or ()), PastToolCall(function, _string(item, "call_id", where))]
         elif kind == "function_call_output":
@@ -149,13 +155,36 @@ def _string(item: Item, name: str, where: str) -> str:
     return value
 
 
-def _tool(given: dict[str, Any], where: str) -> Tool:
-    """Return a tool as chat requests have it; one that is no function is refused there, by its type."""
-    kind = given.get("type")
-    if kind != "function":
-        raise RequestError(f"{where}.type must be 'function', got {quoted(kind)}", "tools")
-    check_depth("tools", given)
-    return Tool({name: value for name, value in given.items() if name != "type" and value is not None})
+def full_name(name: str, namespace: Any) -> str:
+    """Return the name by which the model calls a function: one of a namespace has both in it."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def namespaces(tools: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return full name -> namespace and name of the functions that stand in a namespace. `tools` have been read."""
+    groups = [(group["name"], group["tools"]) for group in tools if group.get("type") == "namespace"]
+    return {full_name(one["name"], space): (space, one["name"]) for space, ones in groups for one in ones}
+
+
+def _tools(given: Sequence[Any], where: str, namespace: str | None = None) -> list[Tool]:
+    """Return tools as chat requests have them. Raises RequestError for one that is no function of the client's, nor a
+    namespace of such: nobody here runs OpenAI's own."""
+    found: list[Tool] = []
+    for place, tool in enumerate(given):
+        at = f"{where}[{place}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and namespace is None:
+            space, inner = _string(tool, "name", at), tool.get("tools")
+            if not isinstance(inner, list):
+                raise RequestError(f"{at}.tools must be a list of functions, got {quoted(inner)}", "tools")
+            found += _tools(inner, f"{at}.tools", space)
+        elif kind == "function":
+            check_depth("tools", tool)
+            function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+            found.append(Tool(function | {"name": full_name(_string(tool, "name", at), namespace)}))
+        else:
+            raise RequestError(f"{at}.type must be 'function', got {quoted(kind)}, which nothing here runs", "tools")
+    return found
 
 
 def _format(given: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.sampling_params import MAX_STOP_STRINGS
+from headrace.server.answers import TokenLogprob
 
 Item = dict[str, Any]
 
@@ -71,7 +72,7 @@ class ResponseUsage(Struct):
 class OutputText(Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
@@ -103,6 +104,7 @@ class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
     status: str = "in_progress"
 
 
@@ -140,6 +142,7 @@ class ResponseObject(Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_logprobs: int = 0
     store: bool = True
     background: bool = False
     metadata: dict[str, str] = {}
@@ -209,13 +212,13 @@ class PartDone(ItemEvent, tag="response.content_part.done"):
 class TextDelta(ItemEvent, tag="response.output_text.delta"):
     delta: str
     content_index: int = 0
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class TextDone(ItemEvent, tag="response.output_text.done"):
     text: str
     content_index: int = 0
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningDelta(ItemEvent, tag="response.reasoning_text.delta"):

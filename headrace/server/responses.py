@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headrace.errors import RequestError
 from headrace.server.auth import CLIENT
-from headrace.server.chat import ChatPlan, plan_chat, reasoning_count
+from headrace.server.chat import ChatPlan, plan_chat, reasoning_count, text_logprobs
 from headrace.server.generation import GenerationResponse
 from headrace.server.replies import ErrorObject, error_of, json_response
 from headrace.server.requests import answer_headers, receive
@@ -42,8 +42,10 @@ async def answer_response(serving: Serving, http: Request) -> Response:
         if messages is not None and (not found.background or store.has(client, found.id)):
             store.put(client, found, [*messages, *messages_of(items_of(found))])
 
-    answer = ResponseAnswer(plan, shown, reasoning_count(serving, plan.parsing), ended)
-    ignored = [*received.ignored, *plan.ignored, *(["store"] if request.store and messages is None else [])]
+    logprobs = text_logprobs(serving, request.top_logprobs or 0) if chat.logprobs else None
+    answer = ResponseAnswer(plan, shown, reasoning_count(serving, plan.parsing), ended, logprobs)
+    unread = ["reasoning.effort" if name == "reasoning_effort" else name for name in plan.ignored]
+    ignored = [*received.ignored, *unread, *(["store"] if request.store and messages is None else [])]
     headers = answer_headers(serving, http, None, plan.generation, ignored)
     generating = GenerationResponse(serving, plan.generation, answer, bool(request.stream), headers)
     if not request.background:
@@ -118,6 +120,7 @@ def _shown(request: ResponsesRequest, plan: ChatPlan, stored: bool) -> ResponseO
         max_output_tokens=request.max_output_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
+        top_logprobs=request.top_logprobs or 0,
         store=stored,
         background=bool(request.background),
         metadata=request.metadata or {},

@@ -145,6 +145,16 @@ class Rules:
         place = min((place for mark in self.special if (place := text.find(mark)) >= 0), default=len(text))
         return text[:place], text[place:]
 
+    def within(self, most: int, end: str) -> str:
+        """Return what matches text of at most so many tokens, and `end`, which is a mark."""
+        text = self._named("r_", TEXT, f"[max_tokens={most}]") if most else ""
+        return self.joined(text, self.literal(end))
+
+    def anything(self, but: Iterable[str] = ()) -> str:
+        """Return what matches text and marks of any number, without the marks `but`."""
+        ids = ",".join(str(self.special[mark]) for mark in but)
+        return f"(/(?s:.+)/ | <[{f'^{ids}' if ids else '*'}]>)*"
+
     def until_pattern(self, pattern: str, end: str) -> str:
         """Return what matches text of a pattern, and after it the first match of another."""
         return self._named("r_", f"{pattern} /{end}/", "[lazy]")
@@ -213,15 +223,22 @@ def after_reasoning(
     closers: Sequence[str],
     is_open: bool | None,
     special: Mapping[str, int],
+    most: int | None = None,
 ) -> Grammar:
     """Return free reasoning and then a grammar.
 
     `is_open`: whether the prompt ends inside the reasoning; False: the prompt has closed it, so that the grammar begins
-    at once; None: the answer may begin with `opener`, or leave the reasoning out.
+    at once; None: the answer may begin with `opener`, or leave the reasoning out. `most`: tokens of reasoning at which
+    it must end, with those of the `closers` that are marks.
     """
     if is_open is False:
         return grammar
     rules = Rules(special)
     answer = rules.placed(grammar)
-    thought = f"{rules.one_of(rules.until(TEXT, closer) for closer in closers)} {answer}"
+    ends = [
+        rules.until(TEXT, closer) if most is None else rules.within(most, closer)
+        for closer in closers
+        if most is None or closer in special
+    ]
+    thought = f"{rules.one_of(ends)} {answer}"
     return rules.grammar(thought if is_open else rules.one_of([f"{rules.literal(opener)} {thought}", answer]))

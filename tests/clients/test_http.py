@@ -183,6 +183,36 @@ def test_thinking_off(http: httpx.Client, servers: ScriptedServers, fields: dict
         assert "</think>" in scripted.prompts[0].rpartition("Well?")[2]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "gpt-oss"])
+@pytest.mark.parametrize("api", ["chat", "messages"])
+def test_a_thought_ends_with_its_budget(http: httpx.Client, servers: ScriptedServers, name: str, api: str) -> None:
+    """What the model would still think is said after it. Where nothing can end a thought, the header tells."""
+    scripted = servers(FAMILIES[name])
+    scripted.say("So.", reasoning="one two three four five six seven eight nine")
+    field: dict[str, Any] = {"thinking_token_budget": 4}
+    if api == "messages":
+        field = {"thinking": {"type": "enabled", "budget_tokens": 4}, "max_tokens": 999}
+    path = "/v1/messages" if api == "messages" else "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Well?"}], **field}
+    scripted.transcript.obeys = True
+    answer = http.post(f"{scripted.url}{path}", json=body)
+    scripted.transcript.obeys = False
+    if api == "messages":
+        thought, text = (block.get("thinking") or block["text"] for block in answer.json()["content"])
+    else:
+        message = answer.json()["choices"][0]["message"]
+        thought, text = message["reasoning"], message["content"]
+    if name == "gpt-oss":
+        assert next(iter(field)) in answer.headers["x-headrace-ignored"]
+        assert (thought, text.strip()) == ("one two three four five six seven eight nine", "So.")
+        return
+    assert len(scripted.transcript.tokenizer.encode(thought, add_special_tokens=False)) <= 4
+    assert thought.strip().startswith("one")
+    assert "seven" not in thought
+    assert "eight nine" in text
+    assert text.strip().endswith("So.")
+
+
 def test_a_call_within_a_thought_is_a_thought(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
     """Calls are parsed from the answer alone."""
     scripted = servers(FAMILIES["gpt-oss"])

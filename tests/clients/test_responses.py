@@ -83,6 +83,16 @@ def test_a_summary_is_the_reasoning(client: openai.OpenAI, scripted: Scripted, s
     assert not thought.content
 
 
+@FOUR
+def test_logprobs_are_those_of_the_text_alone(client: openai.OpenAI, scripted: Scripted, stream: bool) -> None:
+    scripted.say("It is: Zürich.", reasoning="It is." if scripted.family.thinks else None)
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    part = ask(client, stream, model=scripted.name, input="Which?", **asked).output[-1].content[0]
+    assert part.text.strip() == "It is: Zürich."
+    assert bytes(b for one in part.logprobs for b in one.bytes).decode() == part.text
+    assert {len(one.top_logprobs) for one in part.logprobs} == {1}
+
+
 @ONE
 def test_stored_answers(client: openai.OpenAI, scripted: Scripted) -> None:
     scripted.answer("Yes.")

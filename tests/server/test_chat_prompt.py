@@ -183,6 +183,38 @@ def test_gpt_osss_third_name_of_reasoning_stands_beside_calls_alone() -> None:
     assert prompt_of(template, messages=[{"role": "assistant", "content": "Yes.", "reasoning": "hm"}]) == "-"
 
 
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST_ALONE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+FIRST_SHOWN = (
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+SPEAKERS = ["system", "developer", "user", "system", "user", "assistant", "system", "developer", "assistant", "user"]
+
+
+def test_what_the_system_says_later_is_shown_as_the_template_can() -> None:
+    messages = [{"role": role, "content": str(number)} for number, role in enumerate(SPEAKERS)]
+    as_sent = "".join(f"<{role.replace('developer', 'system')}>{i}" for i, role in enumerate(SPEAKERS))
+    assert prompt_of(TURNS, messages=messages) == as_sent
+    moved = "<system>0\n\n1<user>2\n\n3\n\n4<assistant>5<user>6\n\n7<assistant>8<user>9"
+    assert prompt_of(FIRST_ALONE, messages=messages) == prompt_of(FIRST_SHOWN, messages=messages) == moved
+    assert prompt_of(FIRST_ALONE, messages=messages[:1] + messages[9:]) == "<system>0<user>9"
+
+
+EFFORT = "{{ reasoning_effort | default('medium') }}{% if false %}{{ 'max' }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("low", "low"), ("minimal", "low"), ("none", "low"), ("xhigh", "high"), ("max", "max")]
+)
+def test_an_effort_that_the_template_does_not_name_is_the_nearest(effort: str, shown: str) -> None:
+    assert prompt_of(EFFORT, reasoning_effort=effort) == shown
+    assert prompt_of(EFFORT, chat_template_kwargs={"reasoning_effort": effort}) == effort
+
+
 SWITCH = "{{ enable_thinking | default('unset') }}"
 OTHER_SWITCH = "{% if thinking is not defined %}{% set thinking = 'unset' %}{% endif %}{{ thinking }}"
 

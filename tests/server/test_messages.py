@@ -11,7 +11,8 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.server.body import convert
-from headrace.server.messages import CHANGES_EVERY_TIME, INVALID_JSON, MessagesRequest, chat_request
+from headrace.server.message_shapes import MessagesRequest
+from headrace.server.messages import CHANGES_EVERY_TIME, INVALID_JSON, chat_request
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, make_app, send
 from tests.server.test_auth import KEYS
 
@@ -78,6 +79,7 @@ def test_a_whole_answer() -> None:
         ({"max_tokens": 99}, "end_turn", None, TEXT),
         ({"max_tokens": 99, "stop_sequences": [" time"]}, "stop_sequence", " time", "Once upon a"),
         ({"max_tokens": 4}, "max_tokens", None, "Once"),
+        ({"max_tokens": 128_000, "system": "x" * 214}, "model_context_window_exceeded", None, "Once"),
     ],
 )
 def test_ends(fields: dict[str, Any], reason: str, sequence: str | None, text: str) -> None:
@@ -129,6 +131,7 @@ def test_turns_with_tools_become_messages_of_a_chat() -> None:
         ),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel_tool_calls", False),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking_token_budget", 1024),
         ({"thinking": {"type": "disabled"}}, "thinking", False),
         ({"output_config": {"effort": "low"}}, "reasoning_effort", "low"),
         (
@@ -156,7 +159,7 @@ def test_an_agent_s_changing_line_is_left_out() -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": 1}]}]},
@@ -167,6 +170,7 @@ def test_an_agent_s_changing_line_is_left_out() -> None:
         ({"tools": [{"name": "f", "input_schema": 1}]}, "tools"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
         ({"thinking": {"type": "much"}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
     ],
 )  # fmt: skip
@@ -178,8 +182,22 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
 
 
 def test_what_has_no_effect_is_named() -> None:
-    answer = ask(thinking={"type": "enabled", "budget_tokens": 1024}, context_management={"edits": []}, metadata={})
-    assert answer.headers["x-headrace-ignored"] == "context_management, thinking.budget_tokens, thinking"
+    answer = ask(
+        thinking={"type": "enabled", "budget_tokens": 1024}, context_management={"edits": []}, metadata={},
+        output_config={"effort": "low"},
+    )  # fmt: skip
+    named = "context_management, thinking.budget_tokens, thinking, output_config.effort"
+    assert answer.headers["x-headrace-ignored"] == named
+    answer = ask(thinking={"type": "disabled", "budget_tokens": 1024})
+    assert answer.headers["x-headrace-ignored"] == "thinking.budget_tokens, thinking"
+
+
+def test_the_system_may_speak_later() -> None:
+    late = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]
+    messages = [*HELLO, {"role": "system", "content": late}, {"role": "assistant", "content": "Yes."}, *HELLO]
+    assert chat_of(messages=messages)["messages"][1] == {
+        **chat_of()["messages"][0], "role": "system", "content": "Be\n\nkind.",
+    }  # fmt: skip
 
 
 def test_errors_have_anthropic_s_shape() -> None:

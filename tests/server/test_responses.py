@@ -128,7 +128,9 @@ def test_what_a_field_becomes(fields: dict[str, Any], name: str, value: Any) -> 
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "f"}]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"truncation": "much"}, "truncation"),
     ],
@@ -138,6 +140,38 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         chat_of(**fields)
     assert found.value.param == param
     assert error_of(ask(**fields), 400)["param"] == param
+
+
+def test_logprobs_are_those_of_the_text() -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 9}
+    whole = ask(**asked).json()
+    (part,) = whole["output"][0]["content"]
+    assert whole["top_logprobs"] == 2
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"] == TEXT[:9]
+    assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [2] * 9
+    events = stream_of(ask(**asked, stream=True).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    for event in deltas:
+        assert "".join(one["token"] for one in event["logprobs"]) == event["delta"]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert [one for event in deltas for one in event["logprobs"]] == done["logprobs"] == part["logprobs"]
+
+
+def test_functions_of_a_namespace_have_its_name_before_theirs() -> None:
+    function = {"type": "function", "name": "close", "parameters": {"type": "object"}}
+    tools = [{"type": "namespace", "name": "agents", "description": "x", "tools": [function]}, function]
+    call = {"type": "function_call", "call_id": "c", "name": "close", "namespace": "agents", "arguments": "{}"}
+    asked = chat_of(tools=tools, input=[{"role": "user", "content": "Hi"}, call])
+    assert [one["function"]["name"] for one in asked["tools"]] == ["agents__close", "close"]
+    assert asked["messages"][1]["tool_calls"][0]["function"]["name"] == "agents__close"
+    for written, namespace in (("agents__close", "agents"), ("close", None)):
+        engine = FakeEngine(text=f'<tool_call>\n{{"name": "{written}", "arguments": {{}}}}\n</tool_call>')
+        app = make_app(engine, tool_call_parser="hermes")
+        body = ask(app, tools=tools, max_output_tokens=99).json()
+        (item,) = body["output"]
+        assert (item["name"], item.get("namespace")) == ("close", namespace)
+        (again,) = send(app, "GET", f"/v1/responses/{body['id']}").json()["output"]
+        assert again == item
 
 
 def test_background_needs_the_store() -> None:

@@ -79,6 +79,31 @@ def test_reasoning_comes_before_the_grammar_unless_the_prompt_closed_it(marks: d
     assert not fits(whole(None), '<think>{"a": 1}')
 
 
+def test_reasoning_ends_at_its_most_tokens() -> None:
+    rules = Rules(MARKS)
+    free = rules.grammar(rules.anything(but=["<think>"]))
+
+    def whole(is_open: bool | None, most: int, grammar: Grammar = free) -> Grammar:
+        options: Any = {"opener": "<think>", "closers": ["\n</think>", "</think>"], "special": MARKS}
+        return after_reasoning(grammar, is_open=is_open, most=most, **options)
+
+    for most in (0, 1, 5):
+        thought = "x" * most
+        assert allows_marked(whole(True, most), f"{thought}</think>An answer.<tool_call>x</tool_call>")
+        assert not allows_marked(whole(True, most), f"{thought}x</think>")
+        assert not allows_marked(whole(True, most), f"{thought}</think>And <think>again")
+        assert allows_marked(whole(None, most), f"<think>{thought}</think>")
+        assert allows_marked(whole(None, most), "An answer that is longer")
+        assert not allows_marked(whole(None, most), f"<think>{thought}x</think>")
+        assert allows_marked(whole(True, most, A), f'{thought}</think>{{"a": 1}}')
+        matcher = matcher_of(whole(True, most), WITH_MARKS).inner
+        assert matcher.try_consume_tokens([*thought.encode()]) == most
+        masked = {i for i in range(1100) if matcher.compute_bitmask()[i // 8] >> i % 8 & 1}
+        assert masked & {*MARKS.values()} == {MARKS["</think>"]}
+        assert not masked & {*b"abcx "}
+    assert allows_marked(Rules().grammar(Rules().anything()), "a<think>b")
+
+
 def test_parts_are_named_by_content_so_that_nothing_clashes() -> None:
     rules = Rules()
     numbers = [rules.lark(f'start: x\nx: "{i}"') for i in range(20)]
