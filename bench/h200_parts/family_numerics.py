@@ -7,9 +7,10 @@ elsewhere would say more about its router than about the family.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
-import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from h200_parts.forced import Sequence, decode, stepped_core
 from h200_parts.format_numerics import BOUND, CONSTANTS, random_tokens, unmeasured, watch
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
+from h200_parts.settings import Settings
 from headrace.config import EngineConfig
 from headrace.models.registry import SERVED
 
@@ -31,53 +33,52 @@ MEDIUM: dict[str, Any] = CONSTANTS["medium"]
 """fields that are changed where a tiny config has them"""
 ALWAYS = ("hidden_size", "intermediate_size", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-TIME = 500.0
-"""Seconds after which no family is begun"""
+AT_ONCE = 3
+"""families that share the GPU, each with SHARE of its memory"""
+SHARE = 0.25
 
 
 def family_numerics_cases(run: Run) -> None:
     """Add a case for each family. It passes where the error against fp32 is at most BOUND times that of transformers in
     bf16, graphs give the tokens of eager steps, no kernel was demoted and, on a GPU, no layer left more than products
     to torch."""
+    import transformers
+
+    known = [name for name in SERVED if hasattr(transformers, name)]
+    if left := sorted(set(SERVED) - set(known)):
+        run.note(f"not in transformers {transformers.__version__}: {', '.join(left)}")
+    with ProcessPoolExecutor(1 if run.smoke else AT_ONCE, multiprocessing.get_context("spawn")) as processes:
+        for made in as_completed([processes.submit(compared, run.settings, name) for name in known]):
+            run.case(*made.result())
+
+
+def compared(settings: Settings, name: str) -> tuple[str, bool, str]:
+    """Return one family's case: its name, whether it passes and what was found. It runs in a process of its own."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "models"))
     torch.backends.cuda.matmul.allow_tf32 = False
     import tiny_configs
-    import transformers
 
-    began, left = time.monotonic(), []
-    for name in SERVED:
-        if not hasattr(transformers, name):
-            run.note(f"{name} is not in transformers {transformers.__version__}")
-        elif time.monotonic() - began > TIME:
-            left.append(name)
-        else:
-            case(run, name, tiny_configs)
-    if left:
-        run.case("time for all families", False, f"none for {', '.join(left)}")
-
-
-def case(run: Run, name: str, tiny_configs: Any) -> None:
-    """Add one family's case."""
-    folder = run.settings.work / name
+    folder = settings.work / name
     try:
         write_model(name, folder, tiny_configs)
-        batches = [random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if run.smoke else None]]
-        found = headrace_logits(run, folder, batches)
+        batches = [
+            random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if settings.smoke else None]
+        ]
+        found = headrace_logits(settings, folder, batches)
         tokens = [tokens for batch in batches for tokens in batch]
         eager = {"attn_implementation": "eager"}  # what is faster may leave out soft caps
         exact, theirs = (
-            transformers_logits(run.settings, name, folder, dtype, tokens, NEW_TOKENS, **eager)
+            transformers_logits(settings, name, folder, dtype, tokens, NEW_TOKENS, **eager)
             for dtype in ("float32", "bfloat16")
         )
-    except Exception as error:  # the families behind it are still compared
-        run.case(name, False, f"{type(error).__name__}: {str(error)[:600]}")
-        return
+    except Exception as error:  # the other families are still compared
+        return name, False, f"{type(error).__name__}: {str(error)[:600]}"
     ours, allowed = compare(found.sequences, exact).error, compare(theirs, exact).error
-    torch_path = ", ".join(f"{count} x {op}" for op, count in found.inside.items()) if not run.smoke else ""
+    torch_path = ", ".join(f"{count} x {op}" for op, count in found.inside.items()) if not settings.smoke else ""
     said = f"error against fp32 {ours:.2e}, transformers' {allowed:.2e}, ratio {ours / allowed:.2f}; "
     said += f"torch inside layers: {torch_path or 'none'}; by {found.backend}"
     said += "".join(f"; {note}" for note in found.notes)
-    run.case(name, ours <= BOUND * allowed and not torch_path and not found.notes, said)
+    return name, ours <= BOUND * allowed and not torch_path and not found.notes, said
 
 
 def write_model(name: str, folder: Path, tiny_configs: Any) -> None:
@@ -90,7 +91,8 @@ def write_model(name: str, folder: Path, tiny_configs: Any) -> None:
     changes |= {"num_experts_per_tok": experts[0]} if experts else {}
     rope = variant.get("rope_parameters", {})
     if "mrope_section" in rope:
-        wider = MEDIUM["head_dim"] // 2 // sum(rope["mrope_section"])
+        turned = int(MEDIUM["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        wider = turned // 2 // sum(rope["mrope_section"])
         changes["rope_parameters"] = {**rope, "mrope_section": [wider * size for size in rope["mrope_section"]]}
     model_class = getattr(transformers, name)
     model = model_class(tiny_configs.tiny_config(name, {**variant, **changes})).eval()
@@ -113,16 +115,16 @@ class Found:
     """what is not as it should be"""
 
 
-def headrace_logits(run: Run, folder: Path, batches: list[list[list[int]]]) -> Found:
+def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[int]]]) -> Found:
     """Return the logits of eager steps in bf16, and whether graphs give their tokens."""
     knobs: dict[str, Any] = {
         "model": str(folder), "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 32,
         "max_num_batched_tokens": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 256,
-        "skip_tokenizer_init": True, **run.settings.place(0.3),
+        "skip_tokenizer_init": True, **settings.place(SHARE),
     }  # fmt: skip
     made: list[Sequence] = []
     inside: Counter[str] = Counter()
-    with unmeasured(), stepped_core(EngineConfig(**(knobs | run.settings.engine)), folder) as core:
+    with unmeasured(), stepped_core(EngineConfig(**(knobs | settings.engine)), folder) as core:
         worker: Any = core._executor._worker  # type: ignore[attr-defined]
         facts, graphs = core.facts.workers[0], worker.runner.graphs
         notes = [f"{name} demoted" for name in facts.demoted]
