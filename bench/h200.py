@@ -10,8 +10,8 @@
     python bench/h200.py --smoke                               toy sizes on the CPU: proves that the code runs, no more
 
 Figures, each part under 8 minutes: FIGURES.
-Parts of one engine that are named together share it. `profile-*` traces decode steps at batch 128 and 1, `adapters`
-(LoRA) those with and without them; `quantizing` times `headrace quantize`, and needs 25 GB of disk.
+Parts of one engine that are named together share it. `profile-*` traces decode steps at a model's largest and smallest
+batch, `adapters` (LoRA) those with and without them; `quantizing` times `headrace quantize`, and needs 25 GB of disk.
 
 Cases, each part under 3 minutes:
 
@@ -61,7 +61,7 @@ from h200_parts.settings import Settings
 
 PARTS_OF_ROWS = {spec.part for spec in SPECS.values()}
 ENGINE_PARTS = {
-    **{name: name for name, model in MODELS.items() if model.batches},
+    **{name: name for name, model in MODELS.items() if not model.drafted},
     **{f"throughput-{name}": name for name in MODELS if f"throughput-{name}" in PARTS_OF_ROWS},
     "idle": "bf16",
     **{f"profile-{name}": name for name, model in MODELS.items() if model.batches and name != "bf16"},
@@ -162,8 +162,8 @@ def run_cases(run: Run) -> None:
 def run_engine_parts(parts: list[str], run: Run) -> None:
     """Run the parts of one engine, which is loaded once."""
     from h200_parts.drafts import draft_rows
-    from h200_parts.offline import Bench, decode_rows, prefill_rows, throughput_rows
-    from h200_parts.profile import idle_rows
+    from h200_parts.offline import Bench, decode_rows, held_row, prefill_rows, throughput_rows
+    from h200_parts.profile import attention_rows, idle_rows
 
     ceilings = run.measure_chip()
     start = time.perf_counter()
@@ -172,8 +172,10 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
         for run.part in parts:
             if run.part in MODELS:
                 decode_rows(bench)
-                if f"prefill/{run.part}/1x2048" in SPECS:
-                    prefill_rows(bench)
+                prefill_rows(bench)
+                attention_rows(bench)
+                if bench.model.held:
+                    held_row(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)
             elif bench.model.drafted:

@@ -6,13 +6,17 @@ layer's attention needs that layer's linears. A step that overlaps the two may b
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from headrace.mixers import STATE_BYTES, Attention, Mixer
 from headrace.model_spec import ModelSpec
 from headrace.parameters import total
 from headrace.planner.cost import distinct_experts
 from headrace.quantization.formats import WeightFormat
 
+KV_BYTES = 2
+"""bytes of a cached value"""
 MIN_EXPERT_SHARE = 0.9
 """A row of a mixture of experts is invalid where it reads fewer distinct experts than this share of what uniformly
 chosen ones would be."""
@@ -45,10 +49,8 @@ class Cost:
     """of one token through all linears but the output layer"""
     head_flops: int
     """of one token through the output layer"""
-    pair_flops: int
-    """of one query and one key"""
-    kv_bytes: int
-    """KV cache of one token"""
+    mixers: tuple[tuple[Mixer, int], ...]
+    """what layers cache and read, and how many layers do so"""
     fp8: bool
     """The linears multiply by the units for 8 bits."""
 
@@ -68,8 +70,7 @@ class Cost:
             experts_per_token=chosen,
             layer_flops=2 * (linears + routers + chosen * expert),
             head_flops=2 * head,
-            pair_flops=sum(layer.mixer.flops_per_pair for layer in spec.layers),
-            kv_bytes=2 * sum(layer.mixer.cached_values for layer in spec.layers),
+            mixers=tuple(Counter(layer.mixer for layer in spec.layers).items()),
             fp8=dense.units in ("fp8", "int8"),
         )
 
@@ -92,16 +93,58 @@ def linear_seconds(cost: Cost, ceilings: Ceilings, num_tokens: int, num_samples:
     return max(weight_bytes(cost, num_tokens) / ceilings.read, compute)
 
 
+def keys_seen(mixer: Mixer, context: int) -> int:
+    """Return the keys that the last of `context` tokens sees: all, those of its window, or those of its own chunk."""
+    if mixer.window is None:
+        return context
+    in_chunks = isinstance(mixer, Attention) and mixer.chunked
+    return (context - 1) % mixer.window + 1 if in_chunks else min(context, mixer.window)
+
+
+def held_bytes(cost: Cost, context: int) -> int:
+    """Return the bytes that a request of `context` tokens needs to keep."""
+    return sum(
+        count * (KV_BYTES * mixer.cached_values * keys_seen(mixer, context) + STATE_BYTES * mixer.state_values)
+        for mixer, count in cost.mixers
+    )
+
+
+def decode_attention(cost: Cost, ceilings: Ceilings, batch: float, context: float) -> float:
+    """Return the seconds in which decodes read and multiply what the layers have cached of `context` tokens each. A
+    recurrent state is read and written; an index scores all keys where it chooses."""
+    seconds = 0.0
+    for mixer, count in cost.mixers:
+        keys = keys_seen(mixer, round(context))
+        chosen = min(keys, mixer.sparse_top_k or keys)
+        scored = keys if chosen < keys else 0
+        moved = KV_BYTES * (chosen * (mixer.cached_values - mixer.index_dim) + scored * mixer.index_dim)
+        moved += 2 * STATE_BYTES * mixer.state_values
+        work = chosen * mixer.decode_flops_per_pair + scored * mixer.index_flops_per_pair + mixer.flops_per_token
+        seconds += count * batch * max(moved / ceilings.read, work / ceilings.bf16)
+    return seconds
+
+
+def prompt_attention(cost: Cost, ceilings: Ceilings, batch: float, length: int) -> float:
+    """Return the seconds in which prompts of `length` tokens each attend to themselves."""
+    work = 0
+    for mixer, count in cost.mixers:
+        most = mixer.sparse_top_k or length
+        seen = [keys_seen(mixer, position) for position in range(1, length + 1)]
+        pairs, scored = sum(min(keys, most) for keys in seen), sum(seen) if most < length else 0
+        each = pairs * mixer.flops_per_pair + scored * mixer.index_flops_per_pair + length * mixer.flops_per_token
+        work += count * each
+    return batch * work / ceilings.bf16
+
+
 def decode_floor(cost: Cost, ceilings: Ceilings, batch: float, context: float) -> float:
     """Return the seconds of a decode step of `batch` requests of `context` tokens each."""
     tokens = max(1, round(batch))
-    return linear_seconds(cost, ceilings, tokens, tokens) + batch * context * cost.kv_bytes / ceilings.read
+    return linear_seconds(cost, ceilings, tokens, tokens) + decode_attention(cost, ceilings, batch, context)
 
 
 def prefill_floor(cost: Cost, ceilings: Ceilings, batch: int, length: int) -> float:
     """Return the seconds from `batch` prompts of `length` tokens to a token of each, in one step."""
-    pairs = batch * length * (length + 1) / 2
-    return linear_seconds(cost, ceilings, batch * length, batch) + pairs * cost.pair_flops / ceilings.bf16
+    return linear_seconds(cost, ceilings, batch * length, batch) + prompt_attention(cost, ceilings, batch, length)
 
 
 def run_floor(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,23 @@ def runner_of(llm: LLM) -> Any:
     """Return the model runner."""
     executor: Any = llm._core._executor
     return executor._worker.runner
+
+
+@contextmanager
+def watched(runner: Any, launched: Callable[[Any], None]) -> Iterator[None]:
+    """Call `launched` with each step that the model runner has launched."""
+    execute = runner.execute
+
+    def watching(step: Any, masks: Any = None) -> Any:
+        pending = execute(step, masks)
+        launched(step)
+        return pending
+
+    runner.execute = watching
+    try:
+        yield
+    finally:
+        runner.execute = execute
 
 
 def context_for(config: ModelConfig, device: torch.device, ranks: int = 1) -> LayerContext:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from h200_parts.engines import runner_of, watched
+
 Prompts = list[list[int]]
 
 EVERY = 8
@@ -24,12 +26,14 @@ def spread_tokens(llm: Any, seed: int) -> None:
     from headrace.layers.embedding import VocabParallelEmbedding
     from headrace.layers.moe import SparseMoE
 
-    for layer in llm._core._executor._worker.runner.model.modules():
+    for layer in runner_of(llm).model.modules():
         drawn = {VocabParallelEmbedding: "weight", SparseMoE: "router"}.get(type(layer))
         if drawn is not None:
             weight = getattr(layer, drawn)
             seed += 1
             weight.normal_(generator=torch.Generator(weight.device).manual_seed(seed))
+        if isinstance(layer, SparseMoE) and layer.selection_bias is not None:
+            layer.selection_bias.zero_()
 
 
 def mean_distinct_experts(
@@ -41,35 +45,31 @@ def mean_distinct_experts(
     """
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
-    runner = llm._core._executor._worker.runner
+    runner = runner_of(llm)
     counted: list[float] = []
     size = steps = 0
     decoding = False
-    execute = runner.execute
 
-    def counting(step: Any, masks: Any = None) -> Any:
+    def count(step: Any) -> None:
         nonlocal steps
-        pending = execute(step, masks)
         requests = len(step.rows)
         if not requests or (decoding and not WHOLE * size <= requests == step.num_tokens):
-            return pending
+            return
         steps += 1
         if not decoding or steps % EVERY == 1:
             of_layers = distinct_experts(runner.model)
             counted.append(sum(of_layers) / len(of_layers))
-        return pending
 
     keep_expert_ids(runner.model, llm.config.max_num_batched_tokens)
     runner.renew_graphs()  # graphs captured before do not record the choices
-    runner.execute = counting
     try:
         means = []
-        for prompts, output_len in cases:
-            counted, size, steps, decoding = [], len(prompts), 0, output_len > 1
-            run(prompts, output_len)
-            means.append(sum(counted) / max(1, len(counted)))
+        with watched(runner, count):
+            for prompts, output_len in cases:
+                counted, size, steps, decoding = [], len(prompts), 0, output_len > 1
+                run(prompts, output_len)
+                means.append(sum(counted) / max(1, len(counted)))
         return means
     finally:
-        runner.execute = execute
         keep_expert_ids(runner.model, 0)
         runner.renew_graphs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ def in_catalogue(name: str, model_type: str) -> dict[str, Any]:
     return catalogue()[name].config | {"model_type": model_type}
 
 
-LLAMA_8B, LLAMA_70B = (in_catalogue(f"llama-3.1-{size}", "llama") for size in ("8b", "70b"))
+LLAMA_8B = in_catalogue("llama-3.1-8b", "llama")
 EIGHT_B = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
 """The 8B of the cases, which give it as many layers as they need"""
 QWEN3_30B_A3B = in_catalogue("qwen3-30b-a3b", "qwen3_moe")
-GPT_OSS_20B, GPT_OSS_120B = (in_catalogue(f"gpt-oss-{size}", "gpt_oss") for size in ("20b", "120b"))
-DEEPSEEK_V2_LITE = in_catalogue("deepseek-v2-lite", "deepseek_v2")
+GPT_OSS_20B = in_catalogue("gpt-oss-20b", "gpt_oss")
 TOY = {  # sizes that groups of 128 divide
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -40,11 +39,6 @@ TOY = {  # sizes that groups of 128 divide
 TOY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 BATCHES = (1, 8, 32, 128)
 
-
-BASES = {
-    "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "qwen3-30b-a3b": QWEN3_30B_A3B,
-    "deepseek-v2-lite": DEEPSEEK_V2_LITE, "gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B,
-}  # fmt: skip
 FORMATS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("formats.json").read_text())
 """name of a checkpoint's format -> its quantization_config"""
 
@@ -56,13 +50,24 @@ class BenchModel:
     name: str
     title: str
     base: str
-    """of BASES"""
+    """of the planner's catalogue"""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """fields of config.json that differ from it"""
+    toy: dict[str, Any] = field(default_factory=dict)
+    """what a toy of it differs in besides"""
+    max_model_len: int = 8192
     quantization: str | None = None
     """what weights are rounded to at load"""
     format: str | None = None
     """of FORMATS: how the checkpoint holds weights, where `base` does not say it"""
     batches: tuple[int, ...] = BATCHES
-    """of which a decode step is measured; none: the model serves a part of drafts alone"""
+    """of which a decode step is measured"""
+    decodes: tuple[tuple[int, int], ...] = ()
+    """(requests, tokens of each prompt): of their decode steps attention alone is timed, and"""
+    prompts: tuple[tuple[int, int], ...] = ()
+    """of the steps that read them"""
+    held: int = 0
+    """the tokens of requests for which it is counted how many the cache holds; 0: it is not"""
     drafted: tuple[int, ...] = ()
     """batches whose tokens an EAGLE-3 head guesses"""
     loaded: tuple[int, ...] = ()
@@ -70,11 +75,14 @@ class BenchModel:
 
     def shape(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json."""
-        config = BASES[self.base] | ({"quantization_config": FORMATS[self.format]} if self.format else {})
+        config = catalogue()[self.base].config
+        config = {**config, **config.get("text_config", {}), **self.changes}
+        config.pop("text_config", None)
+        config |= {"quantization_config": FORMATS[self.format]} if self.format else {}
         if not toy:
             return config
         counts = {name: 8 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config}
-        return config | TOY | ({**TOY_EXPERTS, **counts} if counts else {})
+        return config | TOY | ({**TOY_EXPERTS, **counts} if counts else {}) | self.toy
 
     def head(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json of a head like those of EAGLE-3's authors: a layer of the model's sizes, 32,000 tokens."""

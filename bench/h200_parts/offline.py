@@ -8,7 +8,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from h200_parts.bounds import Ceilings, decode_floor, distinct_experts, enough_experts, prefill_floor, run_floor
+from h200_parts.bounds import (
+    Ceilings,
+    decode_floor,
+    distinct_experts,
+    enough_experts,
+    held_bytes,
+    prefill_floor,
+    run_floor,
+)
+from h200_parts.engines import runner_of, watched
 from h200_parts.experts import mean_distinct_experts, spread_tokens
 from h200_parts.models import BenchModel
 from h200_parts.rows import SPECS, Result
@@ -23,6 +32,8 @@ from headrace.sampling_params import SamplingParams
 INPUT, OUTPUT = 128, 128
 COUNTED = 128
 """Output tokens of a run in which experts are counted, at most."""
+HOLDERS, HELD_OUTPUT = 8, 64
+"""Requests that show how much the cache holds, and how many tokens each makes."""
 THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256), "1000x1000": (1000, 1000, 1000)}
 """(prompts, prompt tokens, output tokens)"""
 
@@ -145,17 +156,17 @@ def decode_rows(bench: Bench) -> None:
 
 
 def prefill_rows(bench: Bench) -> None:
-    """Measure the time from prompts of 2048 tokens to one token of each."""
+    """Measure the time from prompts to one token of each, of the sizes that the table has rows of."""
     settings = bench.settings
-    length = settings.tokens(2048)
-    for batch in (1, 8):
-        size = settings.requests(batch)
+    for name in [name for name in SPECS if name.startswith(f"prefill/{bench.model.name}/")]:
+        batch, tokens = map(int, name.split("/")[-1].split("x"))
+        size, length = settings.requests(batch), settings.tokens(tokens)
         prompts = bench.prompts(size, length)
         for _ in range(2):
             bench.run(prompts, 1)
         samples = [1000 * bench.seconds(prompts, 1) for _ in range(settings.repeats)]
         row = Result(
-            f"prefill/{bench.model.name}/{batch}x2048",
+            name,
             median(samples),
             samples=samples,
             tokens={"prompt": size * length},
@@ -177,7 +188,7 @@ def throughput_rows(bench: Bench) -> None:
         summary = summarize_throughput(outputs, seconds)
         total, made = summary["total_num_tokens"], summary["total_num_output_tokens"]
         tokens = total if shape == "2048x256" else made
-        kv_tokens = kv_cache_tokens(bench)
+        kv_tokens = kv_cache_tokens(bench, input_len + output_len)
         floor = run_floor(bench.cost, bench.ceilings, count, input_len, output_len, kv_tokens)
         preemptions = bench.llm.stats().num_preemptions
         row = Result(
@@ -193,7 +204,34 @@ def throughput_rows(bench: Bench) -> None:
         bench.finish_row(row, prompts, output_len)
 
 
-def kv_cache_tokens(bench: Bench) -> int:
-    decisions = {decision.field: decision.value for decision in bench.llm.decisions}
-    tokens: int = decisions["num_gpu_blocks"] * bench.llm.config.block_size
+def kv_cache_tokens(bench: Bench, length: int) -> int:
+    """Return how many tokens of requests of so many the cache should hold."""
+    facts = bench.core.facts
+    tokens: int = facts.workers[0].layout.tokens_in(facts.num_pages, length)
     return tokens
+
+
+def held_row(bench: Bench) -> None:
+    """Measure how many tokens the cache holds, by the pages that some requests hold while they decode; bound: its bytes
+    over those that such requests need to keep."""
+    facts, settings = bench.core.facts, bench.settings
+    length, held = settings.tokens(bench.model.held), 0
+    prompts = bench.prompts(settings.requests(HOLDERS), length - HELD_OUTPUT)
+
+    def count(step: Any) -> None:
+        nonlocal held
+        if len(step.rows) == len(prompts) == step.num_tokens:
+            stats = bench.llm.stats()
+            held = stats.num_blocks - stats.num_free_blocks
+
+    with watched(runner_of(bench.llm), count):
+        bench.run(prompts, HELD_OUTPUT)
+    size = facts.num_pages * facts.workers[0].layout.page_bytes
+    row = Result(
+        f"held/{bench.model.name}/{bench.model.held}",
+        facts.num_pages / held * len(prompts) * length,
+        tokens={"prompt": len(prompts) * length},
+        bound=length * size / held_bytes(bench.cost, length),
+        notes=[f"{len(prompts)} requests hold {held} of {facts.num_pages} pages"],
+    )
+    bench.emit(row)

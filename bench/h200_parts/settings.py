@@ -62,7 +62,7 @@ class Settings:
             "load_format": "dummy",
             "seed": SEED,
             "enable_prefix_caching": False,
-            "max_model_len": 1024 if self.smoke else 8192,
+            "max_model_len": 2048 if self.smoke else model.max_model_len,
             "max_num_seqs": 64 if self.smoke else 1024,
             "gpu_memory_utilization": 0.9,
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -50,35 +50,6 @@ def intervals_of(trace: dict[str, Any], categories: Iterable[str] = DEVICE_CATEG
 def grid_of(about: dict[str, Any]) -> str:
     """Return the blocks that a kernel was launched with, given what a trace says of it."""
     return ",".join(str(size) for size in about.get("grid", ()))
-
-
-def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> tuple[float, float]:
-    """Return (start, end) of `steps` decode steps of a batch whose requests made `output_len` tokens each.
-
-    Steps are told apart by a kernel that ran about once in each: the last to begin among those. Its first runs belong
-    to the prefill, its last ones to a batch that shrinks. Raises ValueError where there is no such kernel.
-    """
-    runs: dict[str, int] = defaultdict(int)
-    for one in intervals:
-        runs[one.name] += 1
-    once = {name for name, count in runs.items() if 0.8 * output_len <= count <= 1.6 * output_len}
-    last = max((one for one in intervals if one.name in once), default=None)
-    if last is None:
-        raise ValueError(f"no kernel ran once in each of some {output_len} steps: the trace is of something else")
-    marks = [one.end for one in intervals if one.name == last.name]
-    final = min(len(marks), output_len) - 3
-    if final < steps:
-        raise ValueError(f"the trace holds {len(marks)} steps, {steps} are wanted between its first and last")
-    return marks[final - steps], marks[final]
-
-
-def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """Return what ran in the window, cut to it."""
-    return [
-        replace(one, start=max(one.start, start), end=min(one.end, end))
-        for one in intervals
-        if one.end > start and one.start < end
-    ]
 
 
 def gaps(intervals: Sequence[Interval], start: float, end: float) -> list[Gap]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 from h200 import CASES, DEFAULT_PARTS, ENGINE_PARTS, NEED_A_GPU, PARTS, grouped
 from h200_parts import format_numerics
+from h200_parts.bounds import Ceilings
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
 from h200_parts.models import MODELS
 from h200_parts.numerics import compare
+from h200_parts.offline import Bench, held_row
+from h200_parts.profile import attention_kernels, attention_rows
 from h200_parts.rows import SPECS
 from h200_parts.run import Run
 from h200_parts.serving import package_without_tables
@@ -87,6 +91,27 @@ def test_a_toy_run_writes_rows_that_merge(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--merge", str(out.parent)], capture_output=True, text=True, check=True
     ).stdout
     assert "| Llama-3.1-8B bf16, 1000 prompts 128/512 | output tok/s | 20,915 |" in merged
+
+
+def test_attention_is_timed_and_the_cache_counted(tmp_path: Path) -> None:
+    model = replace(MODELS["mistral-7b-1k"], decodes=((2, 4096),), prompts=((1, 4096),), held=8192)
+    run = Run(Settings(work=tmp_path, smoke=True), None, "")
+    bench = Bench(run, model, Ceilings(1e12, 1e12, 1e14, 1e14))
+    try:
+        attention_rows(bench)
+        held_row(bench)
+    finally:
+        bench.close()
+    *timed, held = run.results
+    assert [one.name.split("/")[-1] for one in timed] == ["decode-2x4096", "prompt-1x4096"]
+    assert all(one.value > 0 and one.bound for one in timed)
+    assert held.bound is not None
+    assert 0 < held.value < held.bound
+
+
+def test_kernels_of_attention_are_found_by_name() -> None:
+    pytest.importorskip("triton", reason="kernels need Triton")
+    assert {"_decode_kernel", "_latent_kernel", "_index_scores_kernel", "_prefill_kernel"} < attention_kernels()
 
 
 def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from h200_parts.trace import Interval, gap_lines, gaps, intervals_of, kernel_lines, short_name, step_window
+from h200_parts.trace import Interval, gap_lines, gaps, intervals_of, kernel_lines, short_name
 
 
 def test_overlapping_kernels_leave_no_gap() -> None:
@@ -24,19 +23,6 @@ def test_a_trace_counts_what_ran_on_the_device() -> None:
         event("flow", 0, 9, ph="s"),
     ]
     assert intervals_of({"traceEvents": events}) == [Interval(10, 12, "copy"), Interval(20, 25, "late", "4,1,1")]
-
-
-def test_the_window_is_of_late_steps_before_the_last() -> None:
-    ran = []
-    for step in range(12):  # two of them read prompts: 10 tokens each were asked for
-        begin = 100.0 * step
-        ran += [Interval(begin + 10 * layer, begin + 10 * layer + 9, "matmul") for layer in range(4)]
-        ran += [Interval(begin + 50, begin + 55, "early"), Interval(begin + 80, begin + 90, "pick")]
-    assert step_window(sorted(ran), output_len=10, steps=5) == (290.0, 790.0)
-    with pytest.raises(ValueError, match="12 steps, 9 are wanted"):
-        step_window(sorted(ran), output_len=10, steps=9)
-    with pytest.raises(ValueError, match="no kernel ran once in each of some 100"):
-        step_window(sorted(ran), output_len=100, steps=5)
 
 
 def test_lines_are_per_step_and_largest_first() -> None:
