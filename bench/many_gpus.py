@@ -6,11 +6,14 @@
 
 Parts:
 
-    collectives       all-reduces, sends between stages, and exchanges of engines that share experts (tokens are
-                      gathered, sums scattered) by size, in microseconds: what the planner's links stand for
+    streams           headrace's own sums, by two ranks that are streams of one GPU: thousands with random delays, alone
+                      and in graphs, against their reference; and their microseconds. Needs one GPU
+    collectives       the same by processes, a GPU each, beside NCCL's; sends between stages, and exchanges of engines
+                      that share experts (tokens are gathered, sums scattered), in microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
     step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
-                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp)
+                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp).
+                      step-LAYOUT-nccl: the same with NCCL's sums alone, where it is asked for
     kill              ranks are killed every 90 s in mixed load: the error names the rank, no process is left, and the
                       next start gives the right tokens
     kill-experts      the same of engines that share their experts, all of which end
@@ -37,6 +40,7 @@ from typing import Any, NamedTuple
 from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
 
 from headrace.distributed.ranks import Ranks
+from headrace.environment import child_environment
 
 MOST_SECONDS = 530
 
@@ -85,7 +89,7 @@ SEED = 0
 def parts_for(gpus: int) -> list[str]:
     """Return the parts that so many GPUs can run, in order."""
     steps = [f"step-{name}" for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
-    return ["collectives", "equal", *steps, "kill", "kill-experts"]
+    return ["streams", "collectives", "equal", *steps, "kill", "kill-experts"]
 
 
 def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
@@ -122,14 +126,19 @@ def generate(llm: Any, count: int, length: int, output: int) -> tuple[list[list[
 
 
 def collectives(options: argparse.Namespace) -> dict[str, Any]:
-    """Time collectives between all GPUs: {"all_reduce": {tokens: us}, "send": {tokens: us}, "exchange": {tokens: us}},
-    where tokens are those of each GPU."""
+    """Time collectives between all GPUs, where tokens are those of each GPU: {"all_reduce": {tokens: us}, "norm": the
+    same with residual and norm, "send": ..., "exchange": ...}; with -nccl behind: NCCL's alone. "error", if there is
+    one, says what own sums got wrong."""
     ranks = range(options.gpus)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.gpus) as pool:
         command = [sys.executable, __file__, "--rank-of", f"{folder}/meet", "--gpus", str(options.gpus)]
         command += ["--smoke"] if options.smoke else []
+        environment = child_environment(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
         runs = pool.map(
-            lambda rank: subprocess.run([*command, "--rank", str(rank)], capture_output=True, text=True), ranks
+            lambda rank: subprocess.run(
+                [*command, "--rank", str(rank)], capture_output=True, text=True, env=environment
+            ),
+            ranks,
         )
         done = list(runs)
     for run in done:
@@ -142,15 +151,26 @@ def collectives(options: argparse.Namespace) -> dict[str, Any]:
 def time_collectives(options: argparse.Namespace) -> None:
     """Be one rank of `collectives`, and print its times."""
     import torch
+    from peer_sums import SIZES, graph_us, norm_call, race
 
     from headrace.distributed.mesh import init_mesh
+    from headrace.kernels.cases import Inputs
 
     device = torch.device("cpu") if options.smoke else torch.device("cuda", options.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # as stages, whose group sums as well as any
-    mesh = init_mesh(options.rank, Ranks(pp=options.gpus), options.rank_of, device, timedelta(minutes=3))
-    found: dict[str, dict[int, float]] = {"all_reduce": {}, "send": {}, "exchange": {}}
+    mesh = init_mesh(options.rank, Ranks(tp=options.gpus), options.rank_of, device, timedelta(minutes=2))
+    group, own = mesh.tp, mesh.tp.peers
+    found: dict[str, Any] = {"all_reduce": {}, "send": {}, "exchange": {}, "own": own is not None or group.no_peers}
+    if own is not None:
+        own.most_looks, problem = 1 << 24, ""
+        try:
+            stream = torch.cuda.Stream()
+            found["sums"] = race([(own, stream)], lambda seed: Inputs(torch.bfloat16, device, seed), SIZES, 300, 500)
+        except RuntimeError as error:
+            problem = str(error)
+        own.on = not group.largest(bool(problem), device)
+        found |= {} if own.on else {"error": problem or "another rank's sums are wrong"}
     repeats = 3 if options.smoke else 200
 
     def wait() -> None:
@@ -170,19 +190,30 @@ def time_collectives(options: argparse.Namespace) -> None:
         return statistics.median(times)
 
     for tokens in TOKENS[:2] if options.smoke else TOKENS:
-        x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
-        found["all_reduce"][tokens] = microseconds(lambda x=x: mesh.pp.all_reduce(x.zero_()))
-        found["exchange"][tokens] = microseconds(lambda x=x: mesh.pp.scatter_rows(mesh.pp.gather_rows(x)))
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        if own is not None:
+            stream, make = torch.cuda.Stream(), Inputs(torch.bfloat16, device, tokens)
+            library = norm_call(None, tokens, make, own.library)
+            found.setdefault("all_reduce-nccl", {})[tokens] = graph_us([(lambda x=x: own.library(x), stream)])
+            found["all_reduce"][tokens] = graph_us([(lambda x=x: group.all_reduce(x), stream)])
+            found.setdefault("norm-nccl", {})[tokens] = graph_us([(library, stream)])
+            if own.take(x):
+                found.setdefault("norm", {})[tokens] = graph_us([(norm_call(own, tokens, make), stream)])
+        else:
+            found["all_reduce"][tokens] = microseconds(lambda x=x: group.all_reduce(x))
+        found["exchange"][tokens] = microseconds(lambda x=x: group.scatter_rows(group.gather_rows(x)))
 
         def there_and_back(x: Any = x) -> None:
             if options.rank == 0:
-                mesh.pp.send(x, 1)()
-                mesh.back.receive(x, 1)
+                group.send(x, 1)()
+                group.receive(x, 1)
             elif options.rank == 1:
-                mesh.pp.receive(x, 0)
-                mesh.back.send(x, 0)()
+                group.receive(x, 0)
+                group.send(x, 0)()
 
         found["send"][tokens] = microseconds(there_and_back) / 2
+    if own is not None and own.gave_up and "error" not in found:
+        found["error"] = f"rank {options.rank} gave up while sums were timed"
     mesh.close()
     print(json.dumps(found))
 
@@ -212,7 +243,7 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
 def step(options: argparse.Namespace, layout: str) -> dict[str, Any]:
     """Measure a layout: start, decode steps in milliseconds by batch, output tokens/s of many requests."""
     began = time.perf_counter()
-    llm = engine(options, layout)
+    llm = engine(options, layout.removesuffix("-nccl"), disable_custom_all_reduce=layout.endswith("-nccl"))
     found: dict[str, Any] = {"start_s": time.perf_counter() - began, "step_ms": {}}
     output = 6 if options.smoke else 128
     for batch in BATCHES[:2] if options.smoke else BATCHES:
@@ -273,6 +304,10 @@ def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
         return kill(options, "pp2" if options.gpus < 4 else "tp2-pp2", "headrace.executor.rank")
     if part == "kill-experts":
         return kill(options, "moe-dp2-ep2", "headrace.engine.core_process")
+    if part == "streams":
+        from peer_sums import two_streams
+
+        return two_streams(options.smoke)
     return {"collectives": collectives, "equal": equal}[part](options)
 
 
@@ -313,8 +348,11 @@ def run_alone(part: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work:
         command = [sys.executable, __file__, "--only", part, "--work", work, "--gpus", str(options.gpus)]
         command += ["--smoke"] if options.smoke else []
+        interpreted = {"TRITON_INTERPRET": "1"} if options.smoke and part == "streams" else {}
+        # while a rank of `streams` spins, no code may be loaded
+        environment = child_environment(CUDA_MODULE_LOADING="EAGER" if part == "streams" else "LAZY", **interpreted)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, env=environment)
         except subprocess.TimeoutExpired:
             return {"error": f"took longer than {MOST_SECONDS} s"}
     if done.returncode:

@@ -212,6 +212,9 @@ class EngineConfig:
         "those of all engines, which then take their steps together, each with the cache of its own requests.",
         short="-ep",
     )
+    disable_custom_all_reduce: bool = parallel_knob(
+        False, "Sum over GPUs by NCCL alone, not by headrace's own kernels where sums are small."
+    )
     pipeline_parallel_size: int = parallel_knob(
         1, "Stages over which the layers are divided, each on GPUs of its own.", minimum=1, short="-pp"
     )

@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.distributed.peer_memory import connect
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Kind, Ranks
 from headrace.errors import ConfigError
+from headrace.kernels import peers as own
+from headrace.kernels.norm import Unsummed, add_up
+from headrace.kernels.peers import Peers
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -51,6 +55,19 @@ class Group:
     What two ranks send each other arrives in order"""
     receive: Callable[[Tensor, int], Tensor] = _nobody
     """fills a tensor with what a member sends next, and returns it"""
+    peers: Peers | None = None
+    """memory of the members in which kernels sum what is small"""
+    no_peers: str = ""
+    """why there is none"""
+
+    def added(self, share: Tensor, residual: Tensor, leaves: bool) -> Any:
+        """Return the sum over the ranks of `share` [num_tokens, hidden] plus `residual`, written over it. If `leaves`,
+        it is Unsummed (kernels/norm.py), for whoever norms it to add up in the same pass."""
+        if self.peers is None or not self.peers.take(share):
+            total = self.all_reduce(share)
+            return Unsummed(residual, total) if leaves else residual.add_(total)
+        unsummed = Unsummed(residual, share, peers=self.peers)
+        return unsummed if leaves else add_up(unsummed)
 
     def most(self, values: Tensor) -> Tensor:
         """Return the largest of all ranks for each of `values` [..., n], which may be as it is given."""
@@ -95,8 +112,10 @@ def init_mesh(
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
     progress: Progress | None = None,
+    own_sums: bool = True,
 ) -> Mesh:
-    """Join the other ranks and return when all have joined. `progress` counts the collectives.
+    """Join the other ranks and return when all have joined. `progress` counts the collectives; `own_sums`: small sums
+    over GPUs are made by headrace's own kernels, where GPUs reach each other's memory.
 
     `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
     every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks communicate
@@ -117,7 +136,7 @@ def init_mesh(
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
         )
-        groups = _groups(rank, ranks, _nccl_group, progress)
+        groups = _groups(rank, ranks, partial(_nccl_group, own_sums), progress)
         return Mesh(**groups, close=dist.destroy_process_group)
     # Without torch's default group there is nothing to clean up but `joined`, and it listens on loopback only.
     joined: list[Any] = []
@@ -205,7 +224,7 @@ def _gloo_group(processes: Any) -> Group:
     )
 
 
-def _nccl_group(name: str, members: list[int]) -> Group:
+def _nccl_group(own_sums: bool, name: str, members: list[int]) -> Group:
     whole = len(members) == dist.get_world_size() and name != "back"
     group = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined already
 
@@ -220,7 +239,7 @@ def _nccl_group(name: str, members: list[int]) -> Group:
         work.wait()  # the current stream waits, not the host
         return tensor
 
-    return _group(
+    made = _group(
         members.index(dist.get_rank()) if dist.get_rank() in members else 0,
         len(members),
         partial(dist.all_reduce, group=group),
@@ -229,6 +248,18 @@ def _nccl_group(name: str, members: list[int]) -> Group:
         send,
         receive,
     )
+    if name != "tp" or dist.get_rank() not in members:
+        return made
+    if not own_sums:
+        return replace(made, no_peers="as was asked for")
+    processes = dist.group.WORLD if group is None else group
+    device = torch.device("cuda", torch.cuda.current_device())
+    found, problem = connect(device, made.rank, made.size, processes, made.all_gather, made.all_reduce)
+
+    def all_reduce(tensor: Tensor) -> Tensor:
+        return own.all_reduce(tensor, found) if found is not None and found.take(tensor) else made.all_reduce(tensor)
+
+    return replace(made, all_reduce=all_reduce, peers=found, no_peers=problem)
 
 
 def _group(

@@ -96,7 +96,11 @@ class MultiprocExecutor:
         """how far the ranks had come when one of them was last seen to move, and when that was"""
         self._commands: list[zmq.Socket[bytes]] = []
         self._children: list[Child] = []
-        environment = {"OMP_NUM_THREADS": str(config.cpu_threads or 1), "NCCL_SOCKET_IFNAME": LOOPBACK}
+        environment = {
+            "OMP_NUM_THREADS": str(config.cpu_threads or 1),
+            "NCCL_SOCKET_IFNAME": LOOPBACK,
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # sums do without it, and not every machine lends it
+        }
         for rank in range(self._size):
             address = f"ipc://{base}-rank{rank}"
             socket = self._context.socket(zmq.PUSH)

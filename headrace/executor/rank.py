@@ -38,7 +38,10 @@ from headrace.runner.worker import Worker
 
 
 def _send_results(
-    config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep | FinishedStep]
+    config: RankConfig,
+    context: zmq.Context[zmq.Socket[bytes]],
+    worker: Worker,
+    pending: queue.Queue[PendingStep | FinishedStep],
 ) -> None:
     """Send the results of steps in order, until the process ends."""
     socket = context.socket(zmq.PUSH)
@@ -48,6 +51,7 @@ def _send_results(
         step = pending.get()
         try:
             reply: StepDone | Failed = StepDone(step.result())
+            worker.check_sums()
         except Exception as error:
             reply = _failure(config.rank, error)
         socket.send(encoder.encode(reply))
@@ -82,14 +86,15 @@ def main(argv: list[str]) -> int:
     pending: queue.Queue[PendingStep | FinishedStep] = queue.Queue()
     parallel = Ranks(tp=config.config.tensor_parallel_size, pp=config.config.pipeline_parallel_size)
     answers = parallel.place(config.rank) == Place(0, parallel.pp - 1, 0)
-    if answers:
-        threading.Thread(target=_send_results, args=(config, context, pending), name="results", daemon=True).start()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
     folder = Path(config.folder)
     try:
         model_config = read_served_config(folder, config.config)
         progress = Progress(Path(config.progress), parallel.world, config.rank)
         worker = Worker(config.config, folder, model_config, config.rank, config.rendezvous, progress)
+        if answers:
+            sender = (config, context, worker, pending)
+            threading.Thread(target=_send_results, args=sender, name="results", daemon=True).start()
         wanted: queue.Queue[ReadAdapter] = queue.Queue()
         if config.config.enable_lora:
             reader = (config, context, worker, wanted)

@@ -30,6 +30,7 @@ from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.paged import Sequences
+from headrace.kernels.peers import Peers
 from headrace.kernels.qk_norm import qk_squares_reference
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.tiled import TiledWeight
@@ -170,6 +171,41 @@ def layer_norm(
 def add_up(make: Inputs, rows: int, weight: Tensor, eps: float = EPS) -> Cases:
     x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
     yield Case(partial(_after_a_sum, Unsummed(x, delta, weight, eps)), ROUNDED[make.dtype])
+
+
+def share_of_sum(make: Inputs, rank: int, ranks: int, rows: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's share of a sum, some of whose numbers are -0.0, and the sum # [rows, hidden]. All ranks get
+    shares of the same sum if they have the same seed and draw nothing else before."""
+    shares = make.random(ranks, rows, hidden)
+    shares[make.uniform(*shares.shape) < 0.1] = -0.0
+    total = torch.zeros(rows, hidden, device=make.device)
+    for share in shares:
+        total += share
+    return shares[rank].clone(), total.to(make.dtype)
+
+
+def all_reduce(make: Inputs, peers: Peers, rows: int, hidden: int) -> Cases:
+    """Make cases of all_reduce. Each must run on all ranks; its reference needs no other rank."""
+    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
+    yield Case(lambda kernel: bits(kernel(share.clone(), peers)), 0.0, lambda reference: bits(total))
+
+
+def rms_norm_over_ranks(make: Inputs, peers: Peers, rows: int, hidden: int, eps: float = EPS) -> Cases:
+    """Make the same of rms_norm of a sum over ranks."""
+    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
+    x, weight = make.random(rows, hidden), make.random(hidden)
+    run, expected = (
+        partial(_after_a_sum, one, weight, eps) for one in (Unsummed(x, share, peers=peers), Unsummed(x, total))
+    )
+    yield Case(run, ROUNDED[make.dtype], expected)
+
+
+def add_up_over_ranks(make: Inputs, peers: Peers, rows: int, hidden: int) -> Cases:
+    """Make the same of add_up."""
+    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
+    x = make.random(rows, hidden)
+    run, expected = (partial(_after_a_sum, one) for one in (Unsummed(x, share, peers=peers), Unsummed(x, total)))
+    yield Case(run, 0.0, expected)
 
 
 def gate_and_mul(

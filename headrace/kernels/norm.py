@@ -21,18 +21,19 @@ from headrace.kernels.fp8 import (
     row_arguments,
     warps_of_row,
 )
+from headrace.kernels.peers import ALONE, Peers, all_reduce_reference, sum_over_ranks
 
 
 @triton.jit
-def _times_weight(normed, weight_ptr, columns, inside, dtype: tl.constexpr, CENTERED: tl.constexpr):
+def _times_weight(normed, weight, dtype: tl.constexpr, CENTERED: tl.constexpr):
     """Return a normed row times the weight, in fp32; an RMS norm is first rounded to the weight's type, if that is
     x's."""
-    if not CENTERED and weight_ptr.dtype.element_ty == dtype:
+    if not CENTERED and weight.dtype == dtype:
         normed = normed.to(dtype).to(tl.float32)
-    return normed * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    return normed * weight.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "most_looks"])
 def _rms_norm_kernel(
     out_ptr,
     scales_ptr,
@@ -48,28 +49,43 @@ def _rms_norm_kernel(
     hidden,
     eps,
     delta_eps,
+    addresses_ptr,
+    turns_ptr,
+    alarm_ptr,
+    rank,
+    room,
+    most_looks,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
     LARGEST: tl.constexpr,
     GROUP: tl.constexpr,
+    RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Norm a row; `out` is quantized if there are `scales`, and not made if it is None. `delta`, contiguous, is first
-    added to x, itself RMS-normed by `delta_weight` if there is one. CENTERED: it is a layer norm, which subtracts the
-    mean."""
-    wait_for_inputs(OVERLAP)
+    added to x, itself RMS-normed by `delta_weight` if there is one, and before that summed over the RANKS, if there are
+    several. CENTERED: it is a layer norm, which subtracts the mean."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    if delta_weight_ptr is not None:
+        delta_weight = tl.load(delta_weight_ptr + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
     if delta_ptr is not None:
-        delta = tl.load(delta_ptr + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
-        if delta_weight_ptr is not None:
-            delta = _times_weight(
-                delta * tl.rsqrt(tl.sum(delta * delta, axis=0) / hidden + delta_eps),
-                delta_weight_ptr, columns, inside, dtype, False,
+        delta = tl.load(delta_ptr + row * hidden + columns, mask=inside, other=0.0)
+        if RANKS > 1:
+            delta = sum_over_ranks(
+                delta, row * hidden + columns, inside, addresses_ptr, turns_ptr, alarm_ptr, rank, room, most_looks,
+                RANKS,
             )  # fmt: skip
+        delta = delta.to(tl.float32)
+        if delta_weight_ptr is not None:
+            normed = delta * tl.rsqrt(tl.sum(delta * delta, axis=0) / hidden + delta_eps)
+            delta = _times_weight(normed, delta_weight, dtype, False)
             delta = delta.to(dtype).to(tl.float32)
         rounded = (x + delta).to(dtype)
         tl.store(x_ptr + row * x_stride + columns, rounded, mask=inside)
@@ -79,7 +95,7 @@ def _rms_norm_kernel(
             x = tl.where(inside, x - tl.sum(x, axis=0) / hidden, 0.0)
         normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
         if weight_ptr is not None:
-            normed = _times_weight(normed, weight_ptr, columns, inside, dtype, CENTERED)
+            normed = _times_weight(normed, weight, dtype, CENTERED)
         if bias_ptr is not None:
             normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         normed = normed.to(dtype)
@@ -106,15 +122,17 @@ def _launch(
     bias: Tensor | None = None,
     centered: bool = False,
 ) -> None:
-    rows, delta, delta_weight, delta_eps = x if isinstance(x, Unsummed) else (whole(x), None, None, 0.0)
+    rows, delta, delta_weight, delta_eps, peers = x if isinstance(x, Unsummed) else (whole(x), None, None, 0.0, None)
     if rows.shape[0]:
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
         results = row_arguments(out, to) if isinstance(out, Quantized) and to else (out, None, None, None, None)
         _rms_norm_kernel[(rows.shape[0],)](
             *results, rows, delta, delta_weight, weight, bias, rows.stride(0), hidden, eps, delta_eps,
+            *(ALONE if peers is None or delta is None else peers.arguments(delta.dtype)),
             BLOCK=block, CENTERED=centered, LARGEST=0.0 if to is None else LARGEST[to.dtype],
-            GROUP=0 if to is None else to.group, num_warps=warps_of_row(block), **ROUNDED_TWICE, **overlap(),
+            GROUP=0 if to is None else to.group, RANKS=1 if peers is None else peers.ranks,
+            num_warps=warps_of_row(block), **ROUNDED_TWICE, **overlap(),
         )  # fmt: skip
 
 
@@ -173,6 +191,8 @@ class Unsummed(NamedTuple):
     """[hidden]: delta is RMS-normed by it before it is added; None: it is added as it is"""
     eps: float = 0.0
     """of that norm"""
+    peers: Peers | None = None
+    """sum delta, of which this rank has a share, over the ranks before all else; None: delta is whole"""
 
     @property
     def shape(self) -> torch.Size:
@@ -188,8 +208,8 @@ def summed(x: Tensor | HalfNormed | Unsummed) -> Tensor:
     """Return x itself; of Unsummed, add it up (it must not have been normed)."""
     if not isinstance(x, Unsummed):
         return whole(x)
-    delta = x.delta if x.weight is None else rms_norm_reference(x.delta, x.weight, x.eps)
-    return x.x.add_(delta)
+    delta = x.delta if x.peers is None else all_reduce_reference(x.delta, x.peers)
+    return x.x.add_(delta if x.weight is None else rms_norm_reference(delta, x.weight, x.eps))
 
 
 def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed:

@@ -18,7 +18,7 @@ from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import SLICES, tree_sum
-from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
+from headrace.kernels.norm import HALF_NORMED_DTYPE
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
@@ -242,8 +242,7 @@ class RowParallelLinear(Linear):
 
     def __init__(self, in_features: int, out_features: int, group: Group, dtype: torch.dtype, bias: bool) -> None:
         super().__init__(row_spec(None, in_features, out_features, group, dtype, bias))
-        self.all_reduce, self.all_gather = group.all_reduce, group.all_gather
-        self.ranks = group.size
+        self.group = group
         self.alone = group.size == 1
         self.bias: Tensor | None = None
         """what is added to sums of slices"""
@@ -254,8 +253,8 @@ class RowParallelLinear(Linear):
 
     def attach(self, scheme: Scheme) -> None:
         super().attach(scheme)
-        if self.spec.batch_invariant and scheme.product.sums_slices and SLICES % self.ranks == 0:
-            self.spec = replace(self.spec, slices=SLICES // self.ranks, adds_bias=True)
+        if self.spec.batch_invariant and scheme.product.sums_slices and SLICES % self.group.size == 0:
+            self.spec = replace(self.spec, slices=SLICES // self.group.size, adds_bias=True)
             self.alone = False
 
     def finalize(self) -> None:
@@ -275,12 +274,13 @@ class RowParallelLinear(Linear):
     def computed(self, x: Any) -> Tensor:
         out: Tensor = self.compute(x, None)
         if not self.spec.slices:
-            return self.all_reduce(out)
-        total = tree_sum([*self.all_gather(out).unflatten(-1, (self.ranks, -1)).unbind(-2)])
+            return self.group.all_reduce(out)
+        total = tree_sum([*self.group.all_gather(out).unflatten(-1, (self.group.size, -1)).unbind(-2)])
         return (total if self.bias is None else total + self.bias).to(self.spec.dtype)
 
     def added_to(self, x: Any, residual: Tensor) -> Any:
         if self.alone:
             return self.compute(x, residual)
-        out = self.computed(x)
-        return Unsummed(residual, out) if self.sum_is_read_once else residual.add_(out)
+        if self.spec.slices:
+            return Group().added(self.computed(x), residual, self.sum_is_read_once)
+        return self.group.added(self.compute(x, None), residual, self.sum_is_read_once)

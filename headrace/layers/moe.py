@@ -20,7 +20,7 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
 from headrace.kernels.moe import Experts, SwigluClamp
 from headrace.kernels.moe_route import Scoring
-from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
+from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, whole
 from headrace.kernels.tiled import TiledWeight
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
@@ -132,7 +132,7 @@ class SparseMoE(Layer):
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
-        self.all_reduce, self.exchange = engine.all_reduce, context.exchange
+        self.engine, self.exchange = engine, context.exchange
         self.ranks, self.alone = engine.size, group.size == 1
         self.fused = FusedOps()
         """what it computes besides: the norm of its input, half the next one; models/fusion.py adds them"""
@@ -291,15 +291,18 @@ class SparseMoE(Layer):
         return Pending(self, x) if self.pending else self.computed(x)
 
     def computed(self, x: Tensor) -> Tensor:
+        return self.engine.all_reduce(self._share(x))
+
+    def _share(self, x: Tensor) -> Tensor:
+        """Return what, summed over the ranks of this engine, is the output."""
         everybody = whole(self._compute(self.exchange.gather(x), None))
-        return self.all_reduce(self.exchange.scatter(everybody, len(x)))
+        return self.exchange.scatter(everybody, len(x))
 
     def added_to(self, x: Tensor, residual: Tensor) -> Any:
         """Return the sum with `residual`, written over it; it may be x."""
         if self.alone:
             return self._compute(x, residual)
-        out = self.computed(x)
-        return residual.add_(out) if self.fused.next_norm is None else Unsummed(residual, out)
+        return self.engine.added(self._share(x), residual, leaves=self.fused.next_norm is not None)
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """Return this rank's share of the output, for the tokens of all engines."""

@@ -25,7 +25,8 @@ from headrace.planner.shapes import expert_share
 from headrace.planner.speculation import plan_draft
 
 CUSTOM_ALL_REDUCE_MIB = 8
-"""Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
+"""Largest sum that vLLM's own kernels for linked GPUs take, and the most that a GPU writes to others in one of
+headrace's; larger sums go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
 
 
@@ -191,11 +192,12 @@ def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
     name = "RCCL" if chip.vendor == "amd" else "NCCL"
     if chip.vendor == "cpu":
         return Decision(field, "gloo", "the CPU's")
-    if scenario.engine == "headrace":
-        return Decision(field, name, "what headrace has; kernels of its own for small sums are to come")
+    if scenario.engine == "headrace" and chip.vendor == "amd":
+        return Decision(field, name, "headrace's own kernels for small sums were never measured on AMD's GPUs")
     width = 2 * scenario.shape.spec.hidden_size
     decode, step = best.limits.max_num_seqs * width / 2**20, best.limits.max_num_batched_tokens * width / 2**20
-    value = f"own kernel, {name} above {CUSTOM_ALL_REDUCE_MIB} MiB"
+    limit = CUSTOM_ALL_REDUCE_MIB / (1 if scenario.engine == "vllm" else parallel.tp - 1)
+    value = f"own kernel, {name} above {limit:.3g} MiB"
     if scenario.request.disable_custom_all_reduce:
         return Decision(field, name, "given", value, source="user")
     runner_up = "Quick Reduce INT8 for large steps: faster prompts, rounded sums" if chip.vendor == "amd" else ""

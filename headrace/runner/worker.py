@@ -22,7 +22,7 @@ from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Place, Ranks
-from headrace.errors import OutOfMemoryError, UserError
+from headrace.errors import HeadraceError, OutOfMemoryError, UserError
 from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.adapters import Adapters
@@ -45,6 +45,7 @@ from headrace.runner.kv_scales import Calibration, SettledScales, fill_missing_s
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import Forward, ModelRunner, RunnerLimits
+from headrace.runner.peer_checks import describe_sums, peer_checks
 from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.pipeline import Pipeline
 from headrace.runner.profile import measure_memory, measure_step_times
@@ -94,7 +95,9 @@ class Worker:
             torch.set_num_threads(config.cpu_threads)
         ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, config.joined_engines)
         rank += ranks.rank(Place((config.data_parallel_rank or 0) % config.joined_engines, 0, 0))
-        self.mesh = init_mesh(rank, ranks, rendezvous, self.device, progress=progress)
+        self.mesh = init_mesh(
+            rank, ranks, rendezvous, self.device, progress=progress, own_sums=not config.disable_custom_all_reduce
+        )
         largest_step = max(config.max_num_batched_tokens or 0, LARGEST_CHECK)
         self.exchange = Exchange(self.mesh.dp, largest_step, self.device)
         self.stage = Stage(ranks.place(rank).pp, config.partition)
@@ -191,6 +194,8 @@ class Worker:
         if self.draft is not None:
             self.notes += [f"Draft: {note}" for note in self.draft.notes]
             subjects.append(replace(subject, model=self.draft))
+        check.run(peer_checks(self.mesh.tp, described.hidden_size, self.dtype, self.device))
+        self.notes += describe_sums(self.mesh.tp, demoted=bool(check.demoted))
         check.compile_ahead([made for one in subjects for made in (*kernel_checks(one), *layer_checks(one))])
         self.memory.drop_workspaces()
         for one in subjects:
@@ -336,12 +341,20 @@ class Worker:
 
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep | MaskedStep:
         """Launch a step; a masked one stops before it samples, and `sample` launches the rest."""
+        self.check_sums()
         if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM_SECONDS:
             trim_heap()
             self._trimmed = time.monotonic()
         if step.masked:
             return self._on_threads(step, partial(self._begin, step))
         return self._on_threads(step, partial(self._execute, step))
+
+    def check_sums(self) -> None:
+        """Raise HeadraceError if a sum over GPUs has ended without the share of one of them: of a step that has ended
+        on the device this tells whether it was computed rightly."""
+        own = self.mesh.tp.peers
+        if own is not None and own.on and own.gave_up:
+            raise HeadraceError("a sum over GPUs lacks the share of one of them, whose rank has died or come too late")
 
     def read_adapter(self, request: LoRARequest, dropped: Sequence[int]) -> str:
         """Read an adapter onto the host, after forgetting the `dropped` ones; return why it cannot be used, or nothing.

@@ -39,6 +39,7 @@ from headrace.kernels import (
     narrow,
     ngram,
     norm,
+    peers,
     qk_norm,
     rotary,
     sampling,
@@ -368,11 +369,15 @@ def compile_rest():
     gates += [(x, "xielu", False, torch.zeros(4))]
     rotate = q, k, v, angles, wide, cache, wide
     normed = norm._rms_norm_kernel
+    own = peers.Peers(0, torch.zeros(2, dtype=torch.int64), 1 << 20, torch.clone)
+    shared = norm.Unsummed(x, x, peers=own)
     launches = (
         (norm.rms_norm, [normed], [(x, x[0], EPS), (both, x[0], EPS), (both, x[0].float(), EPS)]),
         (norm.rms_norm, [normed], [(*given, EPS) for given in wider]),
         (norm.layer_norm, [normed], [(both, x[0], None, EPS), (x, x[0], x[0], EPS), (both, None, None, EPS)]),
         (norm.add_up, [normed], [given[:1] for given in wider]),
+        (norm.rms_norm, [normed], [(shared, x[0], EPS), (shared._replace(weight=x[0]), x[0], EPS)]),
+        (peers.all_reduce, [peers._all_reduce_kernel], [(x, own), (x.float(), own)]),
         (activation.gate_and_mul, [activation._gate_and_mul_kernel], gates),
         (batch.copy_words, [batch._copy_words_kernel], [(numbers, numbers)]),
         (batch.scatter_words, [batch._scatter_words_kernel], [(numbers, wide, numbers)]),

@@ -56,7 +56,6 @@ INERT: list[tuple[dict[str, Any], str]] = [
     ({"trust_remote_code": True}, "never run"),
     ({"attention_backend": "FLASH_ATTN"}, "a kernel of vLLM's"),
     ({"compilation_config": 3}, "nothing is compiled"),
-    ({"disable_custom_all_reduce": True}, "added by NCCL"),
     ({"distributed_executor_backend": "mp"}, "processes of this machine"),
     ({"limit_mm_per_prompt": {"image": 3, "video": 1}}, "text alone"),
     ({"mm_processor_kwargs": {"max_pixels": 589824}}, "text alone"),

@@ -1,0 +1,190 @@
+"""Checks and times the kernels that sum over GPUs, for bench/many_gpus.py.
+
+A `Burst` is what one rank computes: sums of many sizes, one right behind the other, with delays at random places. The
+ranks are processes with a GPU each, or streams of one process on one GPU: then each is one of `ranks`, and nothing may
+load code or wait for the device while one of them spins.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import norm, peers
+from headrace.kernels.cases import EPS, Inputs, bits, relative_error, share_of_sum
+from headrace.kernels.peers import EMPTY, Peers
+
+Sizes = tuple[tuple[int, int], ...]
+SIZES: Sizes = ((1, 8192), (32, 8192), (128, 8192), (3, 4096), (70, 2880), (1, 100), (200, 77), (256, 1024))
+SMOKE_SIZES: Sizes = ((1, 100), (3, 40), (2, 64))
+"""(rows, hidden) of a burst's sums"""
+TIMED_ROWS, TIMED_HIDDEN = (1, 8, 32, 128), 8192
+"""Of more rows, programs of one rank would leave those of another no room on one GPU."""
+MOST_DELAY = 60_000
+"""clock cycles, some 30 us"""
+NORM_BOUND = 4e-3
+CALLS = 200
+"""of a graph that is timed"""
+
+
+class Burst:
+    """Holds the inputs of one rank's sums, and what must come out."""
+
+    def __init__(self, own: Peers, make: Inputs, sizes: Sizes) -> None:
+        self.own, self.sums = own, []
+        for place, (rows, hidden) in enumerate(sizes):
+            share, total = share_of_sum(make, own.rank, own.ranks, rows, hidden)
+            x, weight = make.random(rows, hidden), make.random(hidden)
+            of_sum = norm.Unsummed(x.clone(), total)
+            expected = (
+                (total, None) if place % 3 == 0
+                else (norm.add_up_reference(of_sum), None) if place % 3 == 1
+                else (of_sum.x, norm.rms_norm_reference(of_sum, weight, EPS))
+            )  # fmt: skip
+            self.sums.append((share, x, weight, expected))
+
+    def run(self, delays: random.Random | None = None) -> list[tuple[Tensor, Tensor | None]]:
+        """Compute all sums; return each, and its norm where one was made."""
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for place, (share, x, weight, _) in enumerate(self.sums):
+            wait(delays)
+            if place % 3 == 0:
+                found.append((peers.all_reduce(share.clone(), self.own), None))
+                continue
+            unsummed = norm.Unsummed(x.clone(), share, peers=self.own)
+            normed = norm.add_up(unsummed) if place % 3 == 1 else norm.rms_norm(unsummed, weight, EPS)
+            found.append((unsummed.x, None if place % 3 == 1 else normed))
+        return found
+
+    def check(self, found: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Raise RuntimeError where a result is wrong."""
+        if self.own.gave_up:
+            raise RuntimeError(f"rank {self.own.rank} did not get all shares")
+        for (total, normed), (share, _, _, (expected, expected_norm)) in zip(found, self.sums, strict=True):
+            same = torch.equal(bits(total), bits(expected))
+            error = 0.0 if normed is None else relative_error(normed, expected_norm)
+            if not same or not error <= NORM_BOUND:
+                raise RuntimeError(f"rank {self.own.rank}, {tuple(share.shape)}: sum {same}, error of norm {error:.1e}")
+
+
+def wait(delays: random.Random | None) -> None:
+    """Let the current stream wait for a random time, or not at all."""
+    if delays is not None and torch.cuda.is_available() and delays.random() < 0.5:
+        torch.cuda._sleep(delays.randrange(MOST_DELAY))
+
+
+def settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_on(stream: Any, launch: Callable[[], Any]) -> Any:
+    """Return what `launch` does on a stream; None: there are no streams."""
+    if stream is None:
+        return launch()
+    with torch.cuda.stream(stream):
+        return launch()
+
+
+def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: Sizes, bursts: int, replays: int) -> int:
+    """Compare so many bursts and replays of graphs, of all `ranks` (each with its stream), with their reference; return
+    the number of sums of each rank. `make`: gives the inputs of a seed. Raises RuntimeError where one is wrong."""
+    delays = [random.Random(own.rank) for own, _ in ranks]
+    draw = random.Random(0)
+    for number in range(bursts):
+        drawn = tuple(draw.choices(sizes, k=len(sizes)))
+        made = [Burst(own, make(number), drawn) for own, _ in ranks]
+        settle()
+        found = [
+            run_on(stream, lambda burst=burst, delay=delay: burst.run(delay))
+            for (_, stream), burst, delay in zip(ranks, made, delays, strict=True)
+        ]
+        settle()
+        for burst, results in zip(made, found, strict=True):
+            burst.check(results)
+    graphs = []
+    for own, stream in ranks if replays else ():
+        burst, graph = Burst(own, make(bursts), sizes), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            results = burst.run()
+        graphs.append((burst, graph, results))
+    for _ in range(replays):
+        for (_, stream), (_, graph, _), delay in zip(ranks, graphs, delays, strict=True):
+            run_on(stream, lambda graph=graph, delay=delay: [(wait(delay), graph.replay()) for _ in range(3)])
+        settle()
+        for burst, _, results in graphs:
+            burst.check(results)
+    return (bursts + 3 * replays) * len(sizes)
+
+
+def graph_us(ranks: list[tuple[Any, Any]], calls: int = CALLS) -> float:
+    """Return the microseconds of one call, of each of `ranks` (what it calls, its stream) at once, in graphs."""
+    graphs = []
+    for call, stream in ranks:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
+        graphs.append((graph, stream))
+    times = []
+    for _ in range(9):
+        settle()
+        began = time.perf_counter()
+        for graph, stream in graphs:
+            run_on(stream, graph.replay)
+        settle()
+        times.append((time.perf_counter() - began) / calls * 1e6)
+    return statistics.median(times[2:])
+
+
+def norm_call(
+    own: Peers | None, rows: int, make: Inputs, library: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[], Any]:
+    """Return what sums `rows` x TIMED_HIDDEN over the ranks, by `own` or by a `library`, if there is one, adds the
+    residual and norms."""
+    x, weight = make.random(rows, TIMED_HIDDEN), make.random(TIMED_HIDDEN)
+    share = torch.zeros_like(x)
+
+    def call() -> Tensor:
+        return norm.rms_norm(norm.Unsummed(x, library(share) if library else share, peers=own), weight, EPS)
+
+    return call
+
+
+def two_streams(smoke: bool) -> dict[str, Any]:
+    """Let two ranks be streams of one GPU: {"sums": how many were compared, "norm_us": {rows: us}, and the same of one
+    rank, which sums nothing}. On a CPU there is one rank, under Triton's interpreter."""
+    device, dtype = (torch.device("cpu"), torch.float32) if smoke else (torch.device("cuda"), torch.bfloat16)
+    streams = [None] if smoke else [torch.cuda.Stream(), torch.cuda.Stream()]
+    sizes, count, room = SMOKE_SIZES if smoke else SIZES, len(streams), (1 if smoke else 8) * 2**20
+    buffers = [torch.empty(count * room, dtype=torch.int16, device=device) for _ in range(count)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
+
+    def make(seed: int) -> Inputs:
+        return Inputs(dtype, device, seed)
+
+    def ranks(most_looks: int) -> list[tuple[Peers, Any]]:
+        for buffer in buffers:
+            buffer.fill_(EMPTY)
+        made = [Peers(rank, addresses, room, lambda x: x, most_looks=most_looks) for rank in range(count)]
+        settle()
+        return list(zip(made, streams, strict=True))
+
+    for own, stream in ranks(most_looks=16):  # loads all code, while each rank is alone and soon gives up
+        run_on(stream, Burst(own, make(0), tuple(size for size in sizes for _ in range(3))).run)
+        settle()
+    both = ranks(most_looks=1 << 20)
+    sums = race(both, make, sizes, *((1, 0) if smoke else (300, 500)))
+    alone, together = {}, {}
+    for rows in () if smoke else TIMED_ROWS:
+        together[rows] = graph_us([(norm_call(own, rows, make(rows)), stream) for own, stream in both])
+        alone[rows] = graph_us([(norm_call(None, rows, make(rows)), streams[0])])
+    if any(own.gave_up for own, _ in both):
+        raise RuntimeError("a rank gave up while sums were timed")
+    return {"sums": sums, "norm_us": together, "norm_of_one_rank_us": alone}
