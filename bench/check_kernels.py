@@ -53,6 +53,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 OVER_FP8 = 4e-3
 """attention over an fp8 cache, beside a reference on the same quantized cache"""
+OTHER_CODES = 4e-2
+"""share of codes of a few new keys and values that the other way of rounding them makes; half of one in a hundred are"""
 BYTES_A_PROCESS = 12 * 2**30
 """GPU memory of a process: its context, compiled kernels and the largest case with its reference"""
 SCALE = 1 if ON_GPU else 20
@@ -192,7 +194,7 @@ def fp8_cache_checks(all_heads: tuple[Heads, ...]) -> Iterator[Check]:
                 yield f"attention {kind} window {window} {label} {dtype}", check, OVER_FP8 * times
             for window in (None, 128) if heads in WITH_SINKS else (None,):
                 check = partial(check_fused_decode, heads, cache_dtype, window)
-                yield f"fused decode window {window} {label} {dtype}", check, 1e-2 * times
+                yield f"fused decode window {window} {label} {dtype}", check, OTHER_CODES * times
             norm = heads[1] == 8
             write = partial(check_fp8_write, heads, cache_dtype, norm)
             yield f"rotary {'with' if norm else 'without'} norm {label} {dtype}", write, 1e-2 * times
