@@ -28,12 +28,6 @@ def read(
     return join([*events, *parser.finish(cut=cut)])
 
 
-def in_two(text: str) -> Iterator[list[str]]:
-    """Every way to cut a text into two pieces."""
-    for at in range(len(text) + 1):
-        yield [text[:at], text[at:]]
-
-
 def in_three(text: str) -> Iterator[list[str]]:
     """Every way to cut a text into three pieces."""
     for first in range(len(text) + 1):
@@ -52,11 +46,12 @@ def at_random(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-def some_cuts(text: str, rng: random.Random, threes: int = 40) -> Iterator[list[str]]:
-    """Every way into two pieces, the single characters, some ways into three and some into many."""
-    yield from in_two(text)
+def some_cuts(text: str, rng: random.Random) -> Iterator[list[str]]:
+    """The single characters, half of the ways into two pieces, some ways into three and some into many."""
     yield list(text)
-    for _ in range(threes):
+    for at in rng.sample(range(len(text) + 1), len(text) // 2 + 1):
+        yield [text[:at], text[at:]]
+    for _ in range(8):
         first, second = sorted(rng.choices(range(len(text) + 1), k=2))
         yield [text[:first], text[first:second], text[second:]]
     for _ in range(4):
@@ -71,7 +66,7 @@ def answer(
     opened: bool | None = None,
     cut: bool = False,
 ) -> Answer:
-    """The answer of a text in the formats of these names, the same for many ways to cut it."""
+    """The answer of a text in the formats of these names, the same for many ways to cut it: others in each run."""
     tool_format = TOOL_FORMATS[tool] if tool else None
     reasoning_format = REASONING_FORMATS[reasoning] if reasoning else None
 
@@ -79,7 +74,7 @@ def answer(
         return read(pieces, tool_format, reasoning_format, tools, reasoning_open=opened, cut=cut)
 
     whole = of([text])
-    for pieces in some_cuts(text, random.Random(text)):
+    for pieces in some_cuts(text, random.Random()):
         assert of(pieces) == whole, pieces
     return whole
 

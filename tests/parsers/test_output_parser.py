@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ def check_the_law(data: st.DataObject, tool: ToolFormat | None, reasoning: Reaso
     "".join(filter(None, parts)).encode()  # no half of a surrogate pair, which no answer can carry
 
 
-LAW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+LAW = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.mark.parametrize("name", sorted({format.name for format in TOOL_FORMATS.values()}))
@@ -135,25 +136,26 @@ def adversaries(tool: ToolFormat | None, reasoning: ReasoningFormat | None) -> I
 
 
 @pytest.mark.parametrize("kind", ["tool", "reasoning"])
-def test_work_is_linear_in_the_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the text is at most about twice the work, however the text holds a parser up."""
+@pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_work_is_linear_in_the_text(kind: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the text is at most about twice the work, however the text holds a parser up: some ways, others each run."""
     work = Work(monkeypatch)
     table: dict[str, Any] = TOOL_FORMATS if kind == "tool" else REASONING_FORMATS
     for format in {format.name: format for format in table.values()}.values():
         formats = (format, None) if kind == "tool" else (None, format)
-        for begin, repeated in adversaries(*formats):
+        for begin, repeated in (one for one in adversaries(*formats) if random.random() < share):
             for size, piece in ((200, 4),) if begin else ((200, 4), (2000, 100_000)):
                 small = work.of(begin + repeated * (size // len(repeated) + 1), piece, *formats)
                 large = work.of(begin + repeated * (4 * size // len(repeated) + 1), piece, *formats)
                 assert large < 6 * small + 4000, (format.name, begin, repeated)
 
 
-def test_a_megabyte_is_read_in_bounded_time() -> None:
+def test_half_a_megabyte_is_read_in_bounded_time() -> None:
     """Not a matter of speed: what is quadratic would take hours."""
     for name in ("hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v3"):
         format = TOOL_FORMATS[name]
-        for text in (format.openers[0] * 60_000, format.openers[0] + "[" * 1_000_000, '{"name": "' + "x" * 1_000_000):
-            read([text[:500_000], text[500_000:]], format, REASONING_FORMATS["qwen3"])
+        for text in (format.openers[0] * 30_000, format.openers[0] + "[" * 500_000, '{"name": "' + "x" * 500_000):
+            read([text[:250_000], text[250_000:]], format, REASONING_FORMATS["qwen3"])
 
 
 def test_no_format_reads_a_thought_again_and_again() -> None:

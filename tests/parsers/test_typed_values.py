@@ -215,7 +215,7 @@ def test_a_schema_of_any_size_is_read_in_bounded_time() -> None:
     assert types_of(tool(a={"anyOf": [{"type": "integer"} for _ in range(100_000)]}), "a") == {"integer"}
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 50_000, "(" * 100_000, '"' + "\\" * 100_001, "-" * 100_000])
+@pytest.mark.parametrize("text", ["[" * 30_000, "{'a':" * 15_000, "(" * 30_000, '"' + "\\" * 30_001, "-" * 30_000])
 def test_a_value_of_any_depth_is_read(text: str) -> None:
     assert json.loads(json_of(text, frozenset(), guess=True)) == text
     assert json.loads(json_of(text, frozenset({"array", "object"}))) == text
