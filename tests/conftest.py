@@ -69,14 +69,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What was collected is no garbage: to look through it takes 0.4 s, and each LLM of this process would do so. Nor
-    does such an LLM have all cores of the machine, which others share."""
+    """What was collected is no garbage: to look through it takes 0.4 s, and each LLM of this process would do so, as it
+    would through all that tests have imported. Nor does such an LLM have all cores of the machine, which others share.
+    """
     from headrace import llm
     from headrace.planner import decisions
 
     gc.collect()
     gc.freeze()
-    llm.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    llm.gc = SimpleNamespace(collect=lambda: gc.collect(1), freeze=lambda: None, unfreeze=lambda: None)
     threads_of = decisions._cpu_threads
 
     def cpu_threads(ranks: int, beside_server: bool) -> tuple[int, str]:

@@ -21,14 +21,14 @@ from headrace.runner.step_parts import single_tokens
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, SchedulerOutput
 
-MAX_TOKENS = 10
+MAX_TOKENS = 8
 TRAFFIC: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "prompts in chunks of 16 and less": {"max_num_batched_tokens": 16},
     "a pool that forces preemption": {
-        "num_gpu_blocks_override": 14,
-        "max_model_len": 160,
-        "max_num_batched_tokens": 50,
+        "num_gpu_blocks_override": 9,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 40,
     },
     "no prefix caching, five at once": {"enable_prefix_caching": False, "max_num_seqs": 5},
 }
@@ -50,7 +50,7 @@ def start(dtype: str, **settings: Any) -> EngineCore:
 
 def make_requests(draw: random.Random) -> list[EngineCoreRequest]:
     """Prompts of which some share a beginning, and every kind of sampling."""
-    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (60, 34, 15, 90, 1)]
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (40, 23, 11, 60, 1)]
     prompts += [[*prompt[: len(prompt) * 3 // 4], 5, index] for index, prompt in enumerate(prompts[:3])]
     requests = []
     for index, prompt in enumerate(prompts):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.config import EngineConfig
 from headrace.knobs import knob_types
 from headrace.models.registry import MODELS
@@ -169,23 +171,29 @@ def run_shell(text: str, server: Serve | None = None) -> str:
     return done.stdout
 
 
-def run_python(text: str, server: Serve | None = None) -> str:
-    if server is not None:
-        text = text.replace(ADDRESS, server.url)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_here(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run an example of commands in this process, which has imported already what each would import for seconds, with
+    `folder` as the one that it makes; what else it does, in a shell."""
+    text = text.replace("\\\n", " ").replace("folder=$(mktemp -d)\n", "").replace("rm -r $folder\n", "")
+    for line in text.replace("$folder", str(folder)).splitlines():
+        if line.startswith("headrace "):
+            assert main(shlex.split(line)[1:]) == 0
+        else:
+            run_shell(line)
+    return capsys.readouterr().out
 
 
-def test_readme_requests_are_answered(server: Serve) -> None:
+def run_python(text: str, capsys: pytest.CaptureFixture[str], server: Serve | None = None) -> str:
+    exec(text if server is None else text.replace(ADDRESS, server.url), {})
+    return capsys.readouterr().out
+
+
+def test_readme_requests_are_answered(server: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = fences(ROOT / "README.md")
     (curl,) = (text for language, text in blocks if language == "sh")
     assert '"finish_reason"' in run_shell(curl, server)
     (sdk,) = (text for language, text in blocks if language == "python" and "openai" in text)
-    assert run_python(sdk, server).strip()
+    assert run_python(sdk, capsys, server).strip()
 
 
 def test_serving_begins_with_a_server_and_a_request(server: Serve) -> None:
@@ -207,37 +215,38 @@ def test_operations_begins_with_health_and_load(server: Serve) -> None:
         assert name in said
 
 
-def test_offline_begins_with_generate() -> None:
+def test_offline_begins_with_generate(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/offline.md")
-    assert "Once upon a time ->" in run_python(text)
+    assert "Once upon a time ->" in run_python(text, capsys)
 
 
 def test_the_start_page_begins_with_a_story() -> None:
+    """As a process, like a reader's."""
     ((_, text),) = first_examples(ROOT / "docs/README.md")
     assert run_shell(text).strip()
 
 
-def test_planning_begins_with_a_plan() -> None:
+def test_planning_begins_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (_, command), (_, shown) = first_examples(ROOT / "docs/planning.md")
-    said = run_shell(command)
+    said = run_here(command, tmp_path, capsys)
     assert "tensor_parallel_size" in said
     for line in shown.splitlines()[:2]:
         assert line in said
 
 
-def test_quantizing_begins_with_a_model_in_fewer_bits() -> None:
+def test_quantizing_begins_with_a_model_in_fewer_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/quantizing.md")
-    assert "7.9 MB -> 4.5 MB" in run_shell(text)
+    assert "7.9 MB -> 4.5 MB" in run_here(text, tmp_path, capsys)
 
 
-def test_evaluating_begins_with_a_score() -> None:
+def test_evaluating_begins_with_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/evaluating.md")
-    assert "exact_match,strict-match" in run_shell(text)
+    assert "exact_match,strict-match" in run_here(text, tmp_path, capsys)
 
 
-def test_models_begins_with_what_is_served() -> None:
+def test_models_begins_with_what_is_served(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/models.md")
-    served, planned = run_python(text).splitlines()
+    served, planned = run_python(text, capsys).splitlines()
     assert "LlamaForCausalLM" in served
     assert "GptOssForCausalLM" in served
     assert "DeepseekV32ForCausalLM" in served
@@ -245,14 +254,14 @@ def test_models_begins_with_what_is_served() -> None:
     assert planned.startswith("planned, not served yet:")
 
 
-def test_architecture_begins_with_two_steps() -> None:
+def test_architecture_begins_with_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/architecture.md")
-    assert run_python(text).splitlines() == ["[32] [False]", "[8] [True]"]
+    assert run_python(text, capsys).splitlines() == ["[32] [False]", "[8] [True]"]
 
 
-def test_performance_begins_with_a_benchmark() -> None:
+def test_performance_begins_with_a_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((_, text),) = first_examples(ROOT / "docs/performance.md")
-    assert "ms" in run_shell(text)
+    assert "ms" in run_here(text, tmp_path, capsys)
 
 
 def test_every_page_says_what_it_is_for() -> None:
@@ -294,10 +303,15 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "headrace")), f"{name} is no file"
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs/architecture.md", *NOTES], ids=lambda page: page.name)
-def test_names_of_code_exist(page: Path) -> None:
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    """All words of the code."""
     files = [*ROOT.glob("headrace/**/*.py"), *ROOT.glob("bench/**/*.py")]
-    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
+    return set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs/architecture.md", *NOTES], ids=lambda page: page.name)
+def test_names_of_code_exist(page: Path, words: set[str]) -> None:
     for name in re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)*)(?:\([^`]*\))?`", page.read_text()):
         missing = [part for part in name.split(".") if part not in words and ("_" in part or not part.islower())]
         assert not missing, f"nothing is called {name}"

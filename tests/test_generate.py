@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from headrace import LLM, SamplingParams
+from headrace.cli.main import main
 from headrace.hub import resolve_model_folder
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
@@ -110,15 +111,11 @@ def test_a_request_alone_gives_what_it_gives_in_a_batch_when_sampling() -> None:
     assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
 
 
-def generate(*args: str) -> list[dict[str, object]]:
-    command = [sys.executable, "-m", "headrace.cli.main", "generate", *args, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def test_the_command_writes_one_json_line_a_completion() -> None:
-    lines = generate("demo", "--dtype", "float32", "--temperature", "0", "--max-tokens", "8", "--prompt", PROMPTS[0],
-                     "--prompt", PROMPTS[3], "--ignore-eos")  # fmt: skip
+    command = [sys.executable, "-m", "headrace.cli.main", "generate", "demo", "--dtype", "float32", "--json"]
+    command += ["--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--prompt", PROMPTS[0], "--prompt"]
+    done = subprocess.run([*command, PROMPTS[3]], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == [PROMPTS[0], PROMPTS[3]]
     assert [line["token_ids"] for line in lines] == [expected()[0][:8], expected()[3][:8]]
     assert set(lines[0]) == {"prompt", "text", "token_ids", "finish_reason", "logprobs"}
@@ -126,10 +123,12 @@ def test_the_command_writes_one_json_line_a_completion() -> None:
 
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="the folder of golden outputs is not beside this repository")
-def test_golden_tokens() -> None:
+def test_golden_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     cases = json.loads((GOLDEN / "golden.json").read_text())["cases"]
     prompts = [word for case in cases for word in ("--prompt", case["prompt"])]
-    lines = generate(os.fspath(GOLDEN), "--dtype", "float32", "--temperature", "0", "--max-tokens", "100", *prompts)
+    asked = ["--dtype", "float32", "--temperature", "0", "--max-tokens", "100", "--json", *prompts]
+    assert main(["generate", os.fspath(GOLDEN), *asked]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["token_ids"] for line in lines] == [case["output_ids"] for case in cases]
     # The recorded texts were decoded by themselves, which drops the space between prompt and continuation.
     assert [str(line["text"]).strip() for line in lines] == [case["output_text"].strip() for case in cases]

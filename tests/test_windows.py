@@ -66,10 +66,12 @@ def test_tokens_are_transformers_own(case: tuple[str, str], block_size: int, ran
         num_gpu_blocks_override=8 if case[0] in SMALL and block_size == 16 else max(3, 192 // block_size),
         **({"executor": THREADS} if ranks > 1 else {}),
     ) as llm:  # fmt: skip
-        for _ in range(2):
-            found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-            assert all(len(tokens) == NEW_TOKENS for tokens in found)
-            assert found == [best_tokens(reference, *both, never=EOS) for both in zip(prompts, found, strict=True)]
+        found, again = (
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] for _ in range(2)
+        )
+        assert all(len(tokens) == NEW_TOKENS for tokens in found)
+        assert found == [best_tokens(reference, *both, never=EOS) for both in zip(prompts, found, strict=True)]
+        assert again == found
         stats = llm.stats()
         assert stats.prefix_cache_hits > 0 or block_size > 16
         assert stats.num_preemptions > 0 or ranks > 1 or block_size != 16 or case[0] in ROOMY

@@ -38,14 +38,14 @@ def test_both_ranks_get_the_same_smaller_plan(
         return children[-1]
 
     monkeypatch.setattr(multiproc, "spawn", spawn_short)
-    with LLM("demo", tensor_parallel_size=2, max_num_batched_tokens=64, **SETTINGS) as llm:
-        assert len(children) == 6, "two groups were stuck and started again"
-        assert [child.is_alive() for child in children] == [False] * 4 + [True] * 2
+    with LLM("demo", tensor_parallel_size=2, max_num_batched_tokens=32, **SETTINGS) as llm:
+        assert len(children) == 4, "a group was stuck and started again"
+        assert [child.is_alive() for child in children] == [False] * 2 + [True] * 2
         config = llm._core.facts.config
         assert config.max_num_batched_tokens == 16
         assert llm._core.facts.num_pages <= 20
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert found == expected
-    assert caplog.text.count("did not fit") >= 3
+    assert caplog.text.count("did not fit") >= 2
     assert SAID in caplog.text
     assert not any(psutil.pid_exists(child.process.pid) for child in children)

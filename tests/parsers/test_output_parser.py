@@ -138,7 +138,7 @@ def adversaries(tool: ToolFormat | None, reasoning: ReasoningFormat | None) -> I
 @pytest.mark.parametrize("kind", ["tool", "reasoning"])
 @pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_work_is_linear_in_the_text(kind: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the text is at most about twice the work, however the text holds a parser up: some ways, others each run."""
+    """Twice the text is at most about twice the work, however the text holds a parser up: in some ways each run."""
     work = Work(monkeypatch)
     table: dict[str, Any] = TOOL_FORMATS if kind == "tool" else REASONING_FORMATS
     for format in {format.name: format for format in table.values()}.values():

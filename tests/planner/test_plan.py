@@ -316,7 +316,6 @@ def test_what_headrace_has_comes_with_both_commands() -> None:
 
 REFUSED = [
     ("llama-3.1-70b", "h200", {"num_gpus": 1}, "weights take 131 GiB", "quantization fp8"),
-    ("llama-3.1-405b", "h100", {"num_gpus": 8}, "weights take 95 GiB", "quantization fp8"),
     ("llama-3.1-8b", "h200", {"tensor_parallel_size": 3, "num_gpus": 4}, "not divide by 3", "tensor_parallel_size 2"),
     ("llama-3.1-8b", "h200", {"tensor_parallel_size": 4, "num_gpus": 2}, "no layout of 2 GPUs", "tensor_parallel_size"),
     ("llama-3.1-8b", "a100", {"quantization": "fp8"}, "has no fp8 units", "quantization left open"),
@@ -332,7 +331,17 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "gpu", "asked", "problem", "change"), REFUSED, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked", "problem", "change"),
+    [
+        *REFUSED,
+        pytest.param(  # so many layouts, seconds of search
+            "llama-3.1-405b", "h100", {"num_gpus": 8}, "weights take 95 GiB", "quantization fp8",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
 def test_what_cannot_run_says_why_and_what_can(
     model: str, gpu: str, asked: dict[str, Any], problem: str, change: str
 ) -> None:
@@ -358,12 +367,15 @@ def test_lower_precision_fewer_tokens_and_more_gpus_are_all_looked_at() -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "asked"),
     [
-        ("deepseek-v3", "l40s", {"num_gpus": 24, "quantization": "int8", "gpu_memory_utilization": 0.1}),
+        pytest.param(
+            "deepseek-v3", "l40s", {"num_gpus": 24, "quantization": "int8", "gpu_memory_utilization": 0.1},
+            marks=pytest.mark.slow,  # so many layouts, seconds of search
+        ),
         ("demo", "h200", {"input_len": 200_000, "output_len": 3000, "tensor_parallel_size": 13}),
         ("llama-4-scout", "h200", {"num_gpus": 2, "enable_chunked_prefill": False, "data_parallel_size": 2}),
     ],
     ids=lambda value: str(value)[:20],
-)
+)  # fmt: skip
 def test_several_changes_where_one_is_not_enough(model: str, gpu: str, asked: dict[str, Any]) -> None:
     made = plan(model, gpu, **asked)
     assert not made.feasible

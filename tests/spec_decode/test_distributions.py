@@ -26,7 +26,7 @@ from tests.runner.harness import LLAMA
 
 VOCAB = 13
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
-DRAWS = 1500
+DRAWS = 900
 FEWEST = 5
 """Outcomes that are expected less often are taken together."""
 SETTINGS: dict[str, Any] = {

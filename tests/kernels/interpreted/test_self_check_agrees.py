@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import attention
 from headrace.kernels.attention_config import PREFILL
 from headrace.kernels.decode import decode_attention_reference
-from headrace.kernels.table import TRITON_KERNELS
+from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.layer_parts import Rope, Temperature
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
@@ -42,13 +42,14 @@ QWEN3 = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 96,
+    "max_position_embeddings": 88,
     "eos_token_id": 60,
 }
 LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"]}
 MOE = {
     **QWEN3,
     "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 1,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
@@ -112,7 +113,7 @@ def test_ours_agree(
 
 def test_a_wrong_one_is_found() -> None:
     def wrong_angles(*arguments: Any) -> Any:
-        return TRITON_KERNELS.rotary_and_cache(*arguments) * 1.02
+        return REFERENCE_KERNELS.rotary_and_cache(*arguments) * 1.02
 
     wrong = check(QWEN3, "auto", None, only="rotary", rotary_and_cache=wrong_angles)
     assert wrong.demoted == ["rotary_and_cache"]
@@ -138,7 +139,7 @@ def _unlike(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setitem(registry.DESCRIBED, "Unlike", replace(llama, architecture="Unlike", describe=describe_unlike))
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
-    heads = {"num_attention_heads": 8, "head_dim": 16, "num_hidden_layers": len(UNLIKE)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": len(UNLIKE)}
     return {**QWEN3, **heads, "architectures": ["Unlike"]}
 
 
@@ -229,7 +230,7 @@ def test_so_is_attention_that_does_not_know_them(
 
 def test_so_are_wrong_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     def lies(*arguments: Any) -> Any:
-        out, ids = TRITON_KERNELS.fused_moe(*arguments)
+        out, ids = REFERENCE_KERNELS.fused_moe(*arguments)
         return out * 1.1, ids
 
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
@@ -257,7 +258,7 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
     heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    found = check({**LLAMA, **heads}, kv, None, copy_engine=True, only="attention")
+    found = check({**LLAMA, **heads}, kv, None, copy_engine=True, only="prefill_attention")
     assert found.demoted == demoted
     assert ran == {2}
 
@@ -271,7 +272,7 @@ def test_latents_agree(kv: str) -> None:
 
 
 def test_so_are_wrong_kernels_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotates = TRITON_KERNELS.latent_rotary_and_cache
+    rotates = REFERENCE_KERNELS.latent_rotary_and_cache
     wrong = check(LATENT, "auto", None, only="latent_rotary", latent_rotary_and_cache=lambda *a: rotates(*a) * 1.02)
     assert wrong.demoted == ["latent_rotary_and_cache"]
     fault = changed(scale=lambda factor: 1.3 * factor)
