@@ -54,7 +54,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
 OVER_FP8 = 4e-3
 """attention over an fp8 cache, beside a reference on the same quantized cache"""
 OTHER_CODES = 4e-2
-"""share of codes of a few new keys and values that the other way of rounding them makes; half of one in a hundred are"""
+"""Share of codes of a few new keys and values that the other way of rounding them makes: half of one in a hundred"""
 BYTES_A_PROCESS = 12 * 2**30
 """GPU memory of a process: its context, compiled kernels and the largest case with its reference"""
 SCALE = 1 if ON_GPU else 20
