@@ -245,6 +245,8 @@ def step(options: argparse.Namespace, layout: str) -> dict[str, Any]:
     began = time.perf_counter()
     llm = engine(options, layout.removesuffix("-nccl"), disable_custom_all_reduce=layout.endswith("-nccl"))
     found: dict[str, Any] = {"start_s": time.perf_counter() - began, "step_ms": {}}
+    if (facts := getattr(llm._core, "facts", None)) is not None:  # of one engine
+        found["notes"] = [note for note in facts.workers[0].notes if note.startswith(("Sums over", "Self-check"))]
     output = 6 if options.smoke else 128
     for batch in BATCHES[:2] if options.smoke else BATCHES:
         generate(llm, batch, 16, output)

@@ -1,8 +1,7 @@
 """Checks and times the kernels that sum over GPUs, for bench/many_gpus.py.
 
-A `Burst` is what one rank computes: sums of many sizes, one right behind the other, with delays at random places. The
-ranks are processes with a GPU each, or streams of one process on one GPU: then each is one of `ranks`, and nothing may
-load code or wait for the device while one of them spins.
+The ranks are processes with a GPU each, of which each knows one, or streams of one process on one GPU: then nothing may
+load code or wait for the device while one of them waits for another.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels import norm, peers
-from headrace.kernels.cases import EPS, Inputs, bits, relative_error, share_of_sum
+from headrace.kernels import norm
+from headrace.kernels.cases import EPS, Inputs, relative_error, sums_over_ranks
 from headrace.kernels.peers import EMPTY, Peers
 
 Sizes = tuple[tuple[int, int], ...]
@@ -28,49 +27,32 @@ TIMED_ROWS, TIMED_HIDDEN = (1, 8, 32, 128), 8192
 """Of more rows, programs of one rank would leave those of another no room on one GPU."""
 MOST_DELAY = 60_000
 """clock cycles, some 30 us"""
-NORM_BOUND = 4e-3
 CALLS = 200
 """of a graph that is timed"""
 
 
 class Burst:
-    """Holds the inputs of one rank's sums, and what must come out."""
+    """Holds one rank's sums of `sizes`, each in all ways, and what must come out."""
 
     def __init__(self, own: Peers, make: Inputs, sizes: Sizes) -> None:
-        self.own, self.sums = own, []
-        for place, (rows, hidden) in enumerate(sizes):
-            share, total = share_of_sum(make, own.rank, own.ranks, rows, hidden)
-            x, weight = make.random(rows, hidden), make.random(hidden)
-            of_sum = norm.Unsummed(x.clone(), total)
-            expected = (
-                (total, None) if place % 3 == 0
-                else (norm.add_up_reference(of_sum), None) if place % 3 == 1
-                else (of_sum.x, norm.rms_norm_reference(of_sum, weight, EPS))
-            )  # fmt: skip
-            self.sums.append((share, x, weight, expected))
+        self.own = own
+        self.sums = [one for rows, hidden in sizes for one in sums_over_ranks(make, own, rows, hidden)]
 
-    def run(self, delays: random.Random | None = None) -> list[tuple[Tensor, Tensor | None]]:
-        """Compute all sums; return each, and its norm where one was made."""
-        found: list[tuple[Tensor, Tensor | None]] = []
-        for place, (share, x, weight, _) in enumerate(self.sums):
+    def run(self, delays: random.Random | None = None) -> list[Any]:
+        """Compute all sums, one right behind the other; `delays`: at random places the stream waits before."""
+        found = []
+        for run, _, _ in self.sums:
             wait(delays)
-            if place % 3 == 0:
-                found.append((peers.all_reduce(share.clone(), self.own), None))
-                continue
-            unsummed = norm.Unsummed(x.clone(), share, peers=self.own)
-            normed = norm.add_up(unsummed) if place % 3 == 1 else norm.rms_norm(unsummed, weight, EPS)
-            found.append((unsummed.x, None if place % 3 == 1 else normed))
+            found.append(run())
         return found
 
-    def check(self, found: list[tuple[Tensor, Tensor | None]]) -> None:
+    def check(self, found: list[Any]) -> None:
         """Raise RuntimeError where a result is wrong."""
         if self.own.gave_up:
             raise RuntimeError(f"rank {self.own.rank} did not get all shares")
-        for (total, normed), (share, _, _, (expected, expected_norm)) in zip(found, self.sums, strict=True):
-            same = torch.equal(bits(total), bits(expected))
-            error = 0.0 if normed is None else relative_error(normed, expected_norm)
-            if not same or not error <= NORM_BOUND:
-                raise RuntimeError(f"rank {self.own.rank}, {tuple(share.shape)}: sum {same}, error of norm {error:.1e}")
+        for number, (result, (_, expected, bound)) in enumerate(zip(found, self.sums, strict=True)):
+            if not (error := relative_error(result, expected)) <= bound:
+                raise RuntimeError(f"rank {self.own.rank}, sum {number} of a burst: error {error:.1e} > {bound:.1e}")
 
 
 def wait(delays: random.Random | None) -> None:
@@ -120,7 +102,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         settle()
         for burst, _, results in graphs:
             burst.check(results)
-    return (bursts + 3 * replays) * len(sizes)
+    return 3 * (bursts + 3 * replays) * len(sizes)
 
 
 def graph_us(ranks: list[tuple[Any, Any]], calls: int = CALLS) -> float:
@@ -177,7 +159,7 @@ def two_streams(smoke: bool) -> dict[str, Any]:
         return list(zip(made, streams, strict=True))
 
     for own, stream in ranks(most_looks=16):  # loads all code, while each rank is alone and soon gives up
-        run_on(stream, Burst(own, make(0), tuple(size for size in sizes for _ in range(3))).run)
+        run_on(stream, Burst(own, make(0), sizes).run)
         settle()
     both = ranks(most_looks=1 << 20)
     sums = race(both, make, sizes, *((1, 0) if smoke else (300, 500)))

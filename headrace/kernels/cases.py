@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.kernels import norm, peers
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
 from headrace.kernels.adapters import AdapterWeights, shrink_adapters_reference
 from headrace.kernels.fp8 import (
@@ -184,28 +185,16 @@ def share_of_sum(make: Inputs, rank: int, ranks: int, rows: int, hidden: int) ->
     return shares[rank].clone(), total.to(make.dtype)
 
 
-def all_reduce(make: Inputs, peers: Peers, rows: int, hidden: int) -> Cases:
-    """Make cases of all_reduce. Each must run on all ranks; its reference needs no other rank."""
-    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
-    yield Case(lambda kernel: bits(kernel(share.clone(), peers)), 0.0, lambda reference: bits(total))
-
-
-def rms_norm_over_ranks(make: Inputs, peers: Peers, rows: int, hidden: int, eps: float = EPS) -> Cases:
-    """Make the same of rms_norm of a sum over ranks."""
-    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
+def sums_over_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterator[tuple[Callable[[], Any], Any, float]]:
+    """Make one sum in all the ways in which kernels sum over ranks: alone, with a residual, and normed. Yields (what
+    computes it, which all ranks must call together; what must come out; bound)."""
+    share, total = share_of_sum(make, own.rank, own.ranks, rows, hidden)
     x, weight = make.random(rows, hidden), make.random(hidden)
-    run, expected = (
-        partial(_after_a_sum, one, weight, eps) for one in (Unsummed(x, share, peers=peers), Unsummed(x, total))
-    )
-    yield Case(run, ROUNDED[make.dtype], expected)
-
-
-def add_up_over_ranks(make: Inputs, peers: Peers, rows: int, hidden: int) -> Cases:
-    """Make the same of add_up."""
-    share, total = share_of_sum(make, peers.rank, peers.ranks, rows, hidden)
-    x = make.random(rows, hidden)
-    run, expected = (partial(_after_a_sum, one) for one in (Unsummed(x, share, peers=peers), Unsummed(x, total)))
-    yield Case(run, 0.0, expected)
+    shared, whole = Unsummed(x, share, peers=own), Unsummed(x, total)
+    yield lambda: bits(peers.all_reduce(share.clone(), own)), bits(total), 0.0
+    yield lambda: _after_a_sum(shared, norm.add_up), _after_a_sum(whole, norm.add_up_reference), 0.0
+    normed = _after_a_sum(whole, weight, EPS, norm.rms_norm_reference)
+    yield lambda: _after_a_sum(shared, weight, EPS, norm.rms_norm), normed, ROUNDED[make.dtype]
 
 
 def gate_and_mul(

@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
 from headrace.distributed.mesh import Group
-from headrace.kernels import norm, peers
-from headrace.kernels.cases import Inputs, add_up_over_ranks, all_reduce, rms_norm_over_ranks
+from headrace.kernels.cases import Inputs, relative_error, sums_over_ranks
 from headrace.runner.self_check import Check
 
 ROWS = (1, 3, 70)
-NAME = "all_reduce"
-
-
-def sum_error(make: Callable[[], Inputs], own: peers.Peers, rows: int, hidden: int) -> float:
-    """Return the largest error, in multiples of its bound, of all ways to sum `rows` over the ranks, all of which must
-    call it. `make`: gives inputs of the same seed on every rank."""
-    given = own, rows, hidden
-    ways = (
-        (peers.all_reduce, peers.all_reduce_reference, all_reduce(make(), *given)),
-        (norm.rms_norm, norm.rms_norm_reference, rms_norm_over_ranks(make(), *given)),
-        (norm.add_up, norm.add_up_reference, add_up_over_ranks(make(), *given)),
-    )
-    errors = [(case.error(fast, plain), case.bound) for fast, plain, cases in ways for case in cases]
-    if own.gave_up:
-        return math.inf
-    return max(error / bound if bound else math.inf if error else 0.0 for error, bound in errors)
 
 
 def peer_checks(group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Yield the check of sums over `group`, if kernels make them."""
+    """Yield the check of sums over `group`, if kernels make them. Its error is in multiples of what is allowed."""
     own = group.peers
     if own is None:
         return
 
     def error() -> float:
-        fitting = [rows for rows in ROWS if rows * hidden * dtype.itemsize <= own.room]
-        return max(
-            (sum_error(partial(Inputs, dtype, device, rows), own, rows, hidden) for rows in fitting), default=0.0
-        )
+        worst = 0.0
+        for rows in (rows for rows in ROWS if rows * hidden * dtype.itemsize <= own.room):
+            for run, expected, bound in sums_over_ranks(Inputs(dtype, device, rows), own, rows, hidden):
+                worst = max(worst, relative_error(run(), expected) / (bound or 1.0))
+        return math.inf if own.gave_up else worst
 
     def demote() -> str:
         own.on = False
         return "NCCL"
 
-    yield Check(NAME, error, 1.0, demote)
+    yield Check("all_reduce", error, 1.0, demote)
 
 
 def describe_sums(group: Group, demoted: bool = False) -> list[str]:

@@ -7,18 +7,13 @@ import triton
 import triton.language as tl
 
 from headrace.distributed.mesh import Group
-from headrace.kernels import norm, peers
-from headrace.kernels.cases import Inputs, add_up_over_ranks, all_reduce, rms_norm_over_ranks, share_of_sum
+from headrace.kernels import peers
+from headrace.kernels.cases import Inputs, relative_error, share_of_sum, sums_over_ranks
 from headrace.kernels.peers import EMPTY, Peers, send_to_ranks
 from headrace.runner.peer_checks import peer_checks
 
 CPU = torch.device("cpu")
 ROOM = 4096
-WAYS = (
-    (peers.all_reduce, peers.all_reduce_reference, all_reduce),
-    (norm.add_up, norm.add_up_reference, add_up_over_ranks),
-    (norm.rms_norm, norm.rms_norm_reference, rms_norm_over_ranks),
-)
 
 
 @triton.jit
@@ -48,15 +43,15 @@ class Ranks:
         first = self.calls % 2 * ranks * room
         _send_kernel[(1,)](words, words.numel(), self.own.addresses, first, other, room, 2048, ranks, empty)
 
-    def error(self, way, rows, hidden, dtype) -> float:
-        """Return the error of one way to sum, in multiples of its bound."""
-        (kernel, reference, cases_of), seed, own = way, torch.seed(), self.own
-        (case,) = cases_of(Inputs(dtype, CPU, seed), own, rows, hidden)
-        for other in {*range(own.ranks)} - {own.rank}:
-            self.send(other, share_of_sum(Inputs(dtype, CPU, seed), other, own.ranks, rows, hidden)[0])
-        error = case.error(kernel, reference)
-        self.calls += 1
-        return error / case.bound if case.bound else error
+    def check(self, rows, hidden, dtype) -> None:
+        """Hold all ways to sum to their reference, while the others send their shares of the same sum."""
+        seed, own = torch.seed(), self.own
+        for run, expected, bound in sums_over_ranks(Inputs(dtype, CPU, seed), own, rows, hidden):
+            for other in {*range(own.ranks)} - {own.rank}:
+                self.send(other, share_of_sum(Inputs(dtype, CPU, seed), other, own.ranks, rows, hidden)[0])
+            assert relative_error(run(), expected) <= bound, (rows, hidden, dtype)
+            assert self.is_empty
+            self.calls += 1
 
     @property
     def is_empty(self) -> bool:
@@ -68,9 +63,7 @@ class Ranks:
 def test_sums_equal_the_reference_call_after_call(rank, ranks):
     group, dtypes = Ranks(rank, ranks), (torch.bfloat16, torch.float16, torch.float32)
     for place, (rows, hidden) in enumerate(((1, 48), (5, 33), (2, 128), (1, 7), (3, 100), (1, 1024))):
-        for way in WAYS:
-            assert group.error(way, rows, hidden, dtypes[place % 3]) <= 1, (rows, hidden)
-            assert group.is_empty
+        group.check(rows, hidden, dtypes[place % 3])
     assert not group.own.gave_up
 
 
@@ -87,7 +80,7 @@ def test_what_is_sent_reaches_every_rank_in_the_senders_place():
 
 def test_a_rank_that_does_not_come_is_given_up_at_once_the_next_time():
     group = Ranks(0, 2)
-    assert group.error(WAYS[2], 2, 40, torch.bfloat16) <= 1
+    group.check(2, 40, torch.bfloat16)
     peers.all_reduce(torch.ones(1, 40, dtype=torch.bfloat16), group.own)
     assert group.own.gave_up
     assert group.own._turns[-1] == 1
