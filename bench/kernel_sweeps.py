@@ -31,8 +31,8 @@ from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.kernels.tiled import tile
 
 EXACTLY_FP8 = {"cpu": 1e-6, "cuda": 5e-3}
-"""of values that were the same before; scales may differ in their last bit, a GPU divides in its own way, and one value
-of some hundreds may then be a step away"""
+"""of values that were the same before; scales may differ in their last bit, since a GPU divides in its own way, and one
+of some hundreds of values may then be a step away"""
 EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
 """beside a reference in float32"""
 

@@ -231,7 +231,8 @@ def _by_tiles(
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **overlap(),
         )  # fmt: skip
-    block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
+    # Blocks of another size are compiled otherwise, and now and then round the last bit to another side.
+    block = min(1024 if num_tokens > 64 or experts.invariant else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     sum_kernel[(num_tokens * blocks,)](
