@@ -26,7 +26,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,6 +55,8 @@ class Layout(NamedTuple):
     pp: int = 1
     dp: int = 1
     ep: bool = False
+    nodes: int = 1
+    """machines, each of which is this one"""
 
     @property
     def gpus(self) -> int:
@@ -63,6 +68,7 @@ LAYOUTS = {
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),
     "dp2": Layout(dp=2),
+    "tp2-nodes2": Layout(tp=2, nodes=2),
     "tp4": Layout(tp=4),
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp8": Layout(tp=8),
@@ -98,16 +104,43 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
 
     folder = Path(options.work) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    sparse, (tp, pp, dp, ep) = layout.startswith("moe"), LAYOUTS[layout]
+    sparse, (tp, pp, dp, ep, nodes) = layout.startswith("moe"), LAYOUTS[layout]
     config = QWEN3_30B_A3B if sparse else LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
     toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
     (folder / "config.json").write_text(json.dumps(config | toy if options.smoke else config))
     limits = {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
+    if nodes > 1:
+        more |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": start_nodes(folder, LAYOUTS[layout])}
     return LLM(
         str(folder), load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
         pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep,
         max_model_len=128 if options.smoke else 4096, device="cpu" if options.smoke else "cuda", **limits, **more,
     )  # fmt: skip
+
+
+def start_nodes(folder: Path, layout: Layout) -> int:
+    """Start the other machines of a layout, each of which sees GPUs of its own; return the port where they meet."""
+    os.environ.setdefault("HEADRACE_SECRET", secrets.token_hex())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    each = layout.tp * layout.pp // layout.nodes
+    for node in range(1, layout.nodes):
+        command = [
+            sys.executable,
+            "-m",
+            "headrace.cli.main",
+            "serve",
+            str(folder),
+            "--load-format",
+            "dummy",
+            "--headless",
+        ]
+        command += ["-tp", str(layout.tp), "-pp", str(layout.pp), "--nnodes", str(layout.nodes)]
+        command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        gpus = ",".join(str(gpu) for gpu in range(node * each, (node + 1) * each))
+        subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus})
+    return port
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

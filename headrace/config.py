@@ -223,6 +223,23 @@ class EngineConfig:
         "Layers of each pipeline stage, e.g. `18,14`; default: stages of equally many weights "
         "(VLLM_PP_LAYER_PARTITION).",
     )
+    nnodes: int = parallel_knob(
+        1,
+        "Machines over which the GPUs of the engine are spread, equally many on each: start the same command on each "
+        "with its --node-rank.",
+        minimum=1,
+        short="-n",
+    )
+    node_rank: int = parallel_knob(
+        0, "Which of these machines this is; 0 serves, the others run with --headless.", minimum=0, short="-r"
+    )
+    master_addr: str | None = parallel_knob(
+        None, "Address of the machine with --node-rank 0, on the network between the machines."
+    )
+    master_port: int = parallel_knob(29501, "Port on which it waits for the others.", minimum=1, maximum=65535)
+    secret_file: str | None = parallel_knob(
+        None, "File with the secret by which machines know each other, in place of HEADRACE_SECRET."
+    )
     attention_backend: str | None = knob(None, "Attention backend (the start says why one was chosen).")
     enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
     compilation_config: dict[str, Any] = knob(
@@ -263,6 +280,7 @@ class EngineConfig:
         if self.pp_layer_partition is not None:
             parse_partition(self.pp_layer_partition, self.pipeline_parallel_size)
         self._check_engines()
+        self._check_nodes()
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras})")
         limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
@@ -299,6 +317,31 @@ class EngineConfig:
                 "data_parallel_start_rank needs data_parallel_hybrid_lb, and must be a multiple of "
                 f"data_parallel_size_local ({local}) that leaves it room below data_parallel_size ({size}), got {start}"
             )
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"node_rank must be less than nnodes ({self.nnodes}), got {self.node_rank}")
+        if self.nnodes == 1:
+            return
+        ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        if ranks % self.nnodes:
+            raise ConfigError(
+                f"nnodes ({self.nnodes}) must divide tensor_parallel_size x pipeline_parallel_size ({ranks}): every "
+                "machine runs as many ranks"
+            )
+        if self.master_addr is None:
+            raise ConfigError("nnodes above 1 needs master_addr, the address of the machine with node_rank 0")
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"nnodes ({self.nnodes}) spreads one engine over machines, and data_parallel_size is "
+                f"{self.data_parallel_size}: for engines on several machines start a server on each with "
+                "data_parallel_hybrid_lb, and nnodes 1"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return how many ranks of an engine are on one machine; the first ones are on the first."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
 
     @property
     def engine_ranks(self) -> range:
@@ -369,6 +412,7 @@ class ServerConfig:
 
     host: str = server_knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = server_knob(8000, "Port to listen on.", minimum=0, maximum=65535)
+    headless: bool = server_knob(False, "Serve nothing, and run the ranks of a --node-rank above 0.")
     api_key: list[str] = server_knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).")
     max_request_bytes: int = server_knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024)
     max_connections: int | None = server_knob(

@@ -60,6 +60,17 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
         return Path(tempfile.gettempdir(), f"headrace-{os.getuid()}")
 
 
+def node_secret() -> str:
+    """Return the secret by which machines of one engine know each other; empty: there is none."""
+    return os.environ.get("HEADRACE_SECRET", "")
+
+
+def node_network() -> tuple[str, str]:
+    """Return the host by which the user calls this machine for the others, and the network interface that leads to
+    them; empty: not given."""
+    return os.environ.get("VLLM_HOST_IP", ""), os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
 def environment() -> dict[str, str]:
     """Return a copy of all environment variables, for code that examines them rather than obeys them."""
     return dict(os.environ)

@@ -107,3 +107,21 @@ def test_cpu_libraries_are_told_what_the_user_has_not(monkeypatch: pytest.Monkey
     inherited = child_environment()
     assert inherited["GOMP_SPINCOUNT"] == "7"
     assert int(inherited["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 32
+
+
+SPREAD = {"nnodes": 2, "tensor_parallel_size": 4, "master_addr": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"node_rank": 2}, r"node_rank must be less than nnodes \(2\), got 2"),
+        ({"tensor_parallel_size": 3}, r"nnodes \(2\) must divide tensor_parallel_size x pipeline_parallel_size \(3\)"),
+        ({"master_addr": None}, "nnodes above 1 needs master_addr"),
+        ({"data_parallel_size": 2}, r"start a server on each with data_parallel_hybrid_lb, and nnodes 1"),
+    ],
+)
+def test_machines_that_do_not_add_up_are_refused(changed: dict[str, Any], message: str) -> None:
+    assert EngineConfig(**SPREAD, pipeline_parallel_size=2).ranks_per_node == 4
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{**SPREAD, **changed})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.cli.arguments import FlagParser, build_config
 from headrace.config import EngineConfig, ServerConfig
+from headrace.errors import ConfigError
 
 EXAMPLES = """\
   headrace serve demo
@@ -23,9 +24,15 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command until the server ends, and return the exit code."""
+    """Run the command until the server ends, or the first node's does, and return the exit code."""
     values = build_parser().parse(argv)
     config, server_config = build_config(EngineConfig, values), build_config(ServerConfig, values)
+    if server_config.headless and not config.node_rank:
+        raise ConfigError("headless is for the machines with node_rank 1 and above; the one with 0 serves")
+    if config.node_rank:
+        from headrace.engine.node import run_node
+
+        return run_node(config)
 
     from headrace.server.run import run_server
 

@@ -108,18 +108,20 @@ GROUPS: dict[str, Kind] = {"tp": "tp", "pp": "pp", "back": "pp", "dp": "dp", "al
 def init_mesh(
     rank: int,
     ranks: Ranks,
-    rendezvous: str | None = None,
+    rendezvous: str | dist.Store | None = None,
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
     progress: Progress | None = None,
-    own_sums: bool = True,
+    no_peers: str = "",
+    address: str = "127.0.0.1",
 ) -> Mesh:
-    """Join the other ranks and return when all have joined. `progress` counts the collectives; `own_sums`: small sums
-    over GPUs are made by headrace's own kernels, where GPUs reach each other's memory.
+    """Join the other ranks and return when all have joined. `progress` counts the collectives; `no_peers`: why small
+    sums over GPUs are left to NCCL; empty: headrace's own kernels make them, where GPUs reach each other's memory.
 
     `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
-    every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks communicate
-    over gloo on loopback, CUDA ranks over NCCL. Raises ConfigError for a rank or rendezvous that cannot work, and
+    every rank (torch's TCPStore would listen on all networks), or a store that ranks on several machines share, which
+    the caller keeps; a mesh of one rank needs none. CPU ranks communicate over gloo, listening on `address` alone, CUDA
+    ranks over NCCL. Raises ConfigError for a rank or rendezvous that cannot work, and
     torch's DistStoreError when a rank does not join in time.
     """
     if not 0 <= rank < ranks.world:
@@ -128,24 +130,24 @@ def init_mesh(
         return Mesh()
     if not rendezvous:
         raise ConfigError(f"{ranks.world} ranks need a rendezvous: the path of a file")
-    if not Path(rendezvous).parent.is_dir():
+    if isinstance(rendezvous, str) and not Path(rendezvous).parent.is_dir():
         raise ConfigError(f"rendezvous {rendezvous!r}: its folder does not exist")
-    store = dist.FileStore(rendezvous, ranks.world)
+    store = dist.FileStore(rendezvous, ranks.world) if isinstance(rendezvous, str) else rendezvous
     device = torch.device(device)
     if device.type == "cuda":
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
         )
-        groups = _groups(rank, ranks, partial(_nccl_group, own_sums), progress)
+        groups = _groups(rank, ranks, partial(_nccl_group, no_peers), progress)
         return Mesh(**groups, close=dist.destroy_process_group)
-    # Without torch's default group there is nothing to clean up but `joined`, and it listens on loopback only.
+    # Without torch's default group there is nothing to clean up but `joined`, and it listens on `address` only.
     joined: list[Any] = []
 
     def join(name: str, members: list[int]) -> Group:
         if rank not in members:
             return Group()
         prefix = dist.PrefixStore(f"{name}-{members[0]}", store)
-        joined.append(_gloo(prefix, members.index(rank), len(members), timeout))
+        joined.append(_gloo(prefix, members.index(rank), len(members), timeout, address))
         return _gloo_group(joined[-1])
 
     groups = _groups(rank, ranks, join, progress)
@@ -200,10 +202,10 @@ def _counted(group: Group, name: str, progress: Progress) -> Group:
     )
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timeout
     return gloo(store, rank, size, options)
 
@@ -224,7 +226,7 @@ def _gloo_group(processes: Any) -> Group:
     )
 
 
-def _nccl_group(own_sums: bool, name: str, members: list[int]) -> Group:
+def _nccl_group(no_peers: str, name: str, members: list[int]) -> Group:
     whole = len(members) == dist.get_world_size() and name != "back"
     group = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined already
 
@@ -250,8 +252,8 @@ def _nccl_group(own_sums: bool, name: str, members: list[int]) -> Group:
     )
     if name != "tp" or dist.get_rank() not in members:
         return made
-    if not own_sums:
-        return replace(made, no_peers="as was asked for")
+    if no_peers:
+        return replace(made, no_peers=no_peers)
     processes = dist.group.WORLD if group is None else group
     device = torch.device("cuda", torch.cuda.current_device())
     found, problem = connect(device, made.rank, made.size, processes, made.all_gather, made.all_reduce)

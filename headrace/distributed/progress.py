@@ -78,6 +78,15 @@ class Progress:
             found.append(RankProgress(rank, taken, entered, left, name))
         return found
 
+    def lines(self, ranks: range) -> bytes:
+        """Return the lines of neighbouring ranks, for a file on another machine."""
+        return self._memory[ranks.start * self._line : ranks.stop * self._line]
+
+    def put(self, ranks: range, lines: bytes) -> None:
+        """Write lines that another machine has returned."""
+        if len(lines) == len(ranks) * self._line:
+            self._memory[ranks.start * self._line : ranks.stop * self._line] = lines
+
     def _count(self, place: int) -> None:
         self._counts[place] += 1
         _COUNT.pack_into(self._memory, self._rank * self._line + place * _COUNT.size, self._counts[place])

@@ -66,8 +66,8 @@ def build_core(
     function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already.
     `meeting`: folder in which engines meet that share their experts; empty: this one has its own."""
     model_config = read_served_config(folder, config)
-    config = with_local_draft(config)
     device, factory = _executor_factory(config, executor)
+    config = with_local_draft(config)
     peers = None
     if meeting:
         peers = Peers(meeting, (config.data_parallel_rank or 0) % config.joined_engines, config.joined_engines)
@@ -182,7 +182,7 @@ def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, g
 def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:
     """Return the device to decide for, and the function that makes the executor."""
     if path is None:
-        return detect_device(config), make_executor
+        return detect_device(config), partial(make_executor, given=config)
     module, _, attribute = path.partition(":")
     return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
 

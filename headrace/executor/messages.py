@@ -1,10 +1,11 @@
-"""Defines the messages between an executor and its ranks, as msgspec structs."""
+"""Defines the messages between an executor, its ranks and other machines, as msgspec structs."""
 
 from __future__ import annotations
 
 import msgspec
 
 from headrace.config import EngineConfig
+from headrace.distributed.network import Keys
 from headrace.lora import LoRARequest
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
@@ -16,13 +17,19 @@ class RankConfig(msgspec.Struct, frozen=True):
     folder: str
     rank: int
     rendezvous: str
-    """path of a file that every rank of the group can open"""
+    """path of a file that every rank of the group can open; with `keys`, address of the store that they share"""
     progress: str
-    """path of a file in which all ranks count what they do"""
+    """path of a file in which all ranks of this machine count what they do"""
     commands: str
     """zmq address on which the rank receives commands"""
     replies: str
     """zmq address to which the rank sends replies"""
+    keys: Keys | None = None
+    """of all these addresses; None: the ranks are on one machine"""
+    group: int = 0
+    """which of the groups that the executor has started this is"""
+    address: str = "127.0.0.1"
+    """where this machine listens for ranks of the others"""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -95,3 +102,62 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply = Facts | StepDone | AdapterRead | Failed
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Says that a node is there, and what it would run."""
+
+    node: int
+    alike: dict[str, str]
+    """versions and files, which must be the first node's"""
+    given: dict[str, str]
+    """settings that the node was given, which must be the first node's too"""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Says that a node is still there, and how far its ranks have come."""
+
+    group: int
+    progress: bytes
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """Says that the process of a rank has ended by itself."""
+
+    group: int
+    rank: int
+    exit_code: int
+
+
+NodeReply = Join | Beat | RankEnded
+
+
+class StartRanks(msgspec.Struct, frozen=True, tag=True):
+    """Tells a node to run ranks, in place of those that it runs."""
+
+    group: int
+    config: EngineConfig
+    commands: dict[int, int]
+    """rank -> the first node's port on which it receives commands"""
+    replies: int
+    store: int = 0
+    """the first node's ports"""
+
+
+class EndRanks(msgspec.Struct, frozen=True, tag=True):
+    """Ends the ranks of a node. `why`: what has failed, if anything."""
+
+    why: str
+
+
+class Refuse(msgspec.Struct, frozen=True, tag=True):
+    """Answers a Join that cannot be."""
+
+    why: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Asks nothing: sending it shows whether the node is connected."""
+
+
+NodeCommand = StartRanks | EndRanks | Refuse | Ping

@@ -1,4 +1,4 @@
-"""Runs one process for each rank on this machine, driven over local sockets.
+"""Runs one process for each rank, driven over local sockets, or over the network where ranks are on other machines.
 
 Every rank gets the same steps; one of the last pipeline stage answers. A rank that fails or dies takes its group with
 it, since the others may be waiting for it inside a collective.
@@ -14,8 +14,10 @@ import msgspec
 import zmq
 
 from headrace.config import EngineConfig
+from headrace.distributed.network import interface_of
 from headrace.distributed.progress import Progress, RankProgress, blame
 from headrace.distributed.ranks import LOOPBACK
+from headrace.environment import environment
 from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
     AdapterRead,
@@ -29,9 +31,11 @@ from headrace.executor.messages import (
     ReadAdapter,
     Reply,
     Sample,
+    StartRanks,
     StepDone,
     Stop,
 )
+from headrace.executor.nodes import Nodes
 from headrace.lora import LoRARequest
 from headrace.process import Child, SocketFolder, spawn
 from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
@@ -43,6 +47,19 @@ STALL_SECONDS = 30.0
 SLOWEST = 20
 ENDING_SECONDS = 1.0
 """How long a process may take to end whose connections are closed."""
+
+
+def start_rank(config: RankConfig) -> Child:
+    """Start the process of a rank."""
+    network, named = LOOPBACK, "NCCL_SOCKET_IFNAME" in environment()
+    if config.keys is not None and config.config.device == "cuda" and not named:
+        network = f"={interface_of(config.address)}"
+    variables = {
+        "OMP_NUM_THREADS": str(config.config.cpu_threads or 1),
+        "NCCL_SOCKET_IFNAME": network,
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # sums do without it, and not every machine lends it
+    }
+    return spawn("headrace.executor.rank", msgspec.msgpack.encode(config), **variables)
 
 
 class _Handle:
@@ -61,8 +78,11 @@ class MultiprocExecutor:
     """Sends every rank the same commands; ranks answer with facts, and the first of the last stage alone with the
     results of steps."""
 
-    def __init__(self, config: EngineConfig, folder: Path, rendezvous: str = "") -> None:
-        """`rendezvous`: where the ranks of several engines meet; empty: these are all."""
+    def __init__(
+        self, config: EngineConfig, folder: Path, rendezvous: str = "", given: EngineConfig | None = None
+    ) -> None:
+        """`rendezvous`: where the ranks of several engines meet; empty: these are all. `given`: the config as the user
+        gave it, with which other machines must agree."""
         self._folder = folder
         self._rendezvous = rendezvous
         self._size = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -71,6 +91,15 @@ class MultiprocExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._num_groups = 0
+        self._nodes: Nodes | None = None
+        """the other machines; None: there are none"""
+        if config.nnodes > 1:
+            store = f"ipc://{self._sockets.name}/store"
+            try:
+                self._nodes = Nodes(config, given or config, folder, self._context, store)
+            except BaseException:
+                self._context.destroy(linger=0)
+                raise
         self._start(config)
 
     def _start(self, config: EngineConfig) -> None:
@@ -83,9 +112,7 @@ class MultiprocExecutor:
         self._stuck = False
         self._num_groups += 1
         base = f"{self._sockets.name}/{self._num_groups}"
-        replies = f"ipc://{base}-replies"
-        self._replies = self._context.socket(zmq.PULL)
-        self._replies.bind(replies)
+        self._replies, replies_port = self._bind(zmq.PULL, f"{base}-replies")
         self._progress = Progress(Path(f"{base}-progress"), self._size)
         self._under_way: dict[int, float] = {}
         """step -> time.monotonic() when it was sent"""
@@ -94,22 +121,30 @@ class MultiprocExecutor:
         self._looked = 0.0
         self._seen: tuple[list[RankProgress], float] = ([], 0.0)
         """how far the ranks had come when one of them was last seen to move, and when that was"""
-        self._commands: list[zmq.Socket[bytes]] = []
+        bound = [self._bind(zmq.PUSH, f"{base}-rank{rank}") for rank in range(self._size)]
+        self._commands = [socket for socket, _ in bound]
         self._children: list[Child] = []
-        environment = {
-            "OMP_NUM_THREADS": str(config.cpu_threads or 1),
-            "NCCL_SOCKET_IFNAME": LOOPBACK,
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # sums do without it, and not every machine lends it
-        }
-        for rank in range(self._size):
-            address = f"ipc://{base}-rank{rank}"
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.bind(address)
-            self._commands.append(socket)
-            rendezvous = self._rendezvous or f"{base}-rendezvous"
-            rank_config = RankConfig(config, str(self._folder), rank, rendezvous, f"{base}-progress", address, replies)
-            self._children.append(spawn("headrace.executor.rank", self._encoder.encode(rank_config), **environment))
+        for rank in range(config.ranks_per_node):
+            rank_config = RankConfig(
+                config, str(self._folder), rank, self._rendezvous or f"{base}-rendezvous", f"{base}-progress",
+                f"ipc://{base}-rank{rank}", f"ipc://{base}-replies", group=self._num_groups,
+            )  # fmt: skip
+            if self._nodes is not None:
+                rank_config = self._nodes.joined(rank_config)
+            self._children.append(start_rank(rank_config))
+        if self._nodes is not None:
+            ports = {rank: port for rank, (_, port) in enumerate(bound)}
+            self._nodes.begin(StartRanks(self._num_groups, config, ports, replies_port), self._progress)
+
+    def _bind(self, kind: int, path: str) -> tuple[zmq.Socket[bytes], int]:
+        """Return a new socket that is bound to a path, and the port at which other machines reach it, if there are
+        any."""
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 1000)
+        if self._nodes is not None:
+            return socket, self._nodes.bind(socket, f"ipc://{path}")
+        socket.bind(f"ipc://{path}")
+        return socket, 0
 
     def load(self) -> list[WorkerFacts]:
         self._send(Load())
@@ -164,7 +199,10 @@ class MultiprocExecutor:
         self._receive(timeout_ms=0)
 
     def shutdown(self) -> None:
-        if self._dead is None:
+        if self._nodes is not None:
+            self._nodes.end(self._dead or "")
+            self._nodes.close()
+        elif self._dead is None:
             self._send(Stop())
         for child in self._children:
             child.stop(timeout=2.0)
@@ -191,8 +229,8 @@ class MultiprocExecutor:
                     socket.send(message, zmq.NOBLOCK)
                     break
                 except zmq.Again:  # the rank has not connected yet
-                    if not socket.poll(POLL_MS, zmq.POLLOUT) and (dead := self._dead_rank()) is not None:
-                        raise self._fail(dead) from None
+                    if not socket.poll(POLL_MS, zmq.POLLOUT):
+                        self._check_ranks()
 
     def _facts(self, stop_at_shortfall: bool = False) -> list[WorkerFacts]:
         """Wait for the facts of every rank, or until one reports a shortfall; return them in the order of ranks."""
@@ -206,9 +244,7 @@ class MultiprocExecutor:
     def _receive(self, timeout_ms: int) -> bool:
         """Take in one reply; return whether one came in time. Raises when the group has failed."""
         if not self._replies.poll(timeout_ms):
-            if (dead := self._dead_rank()) is not None:
-                raise self._fail(dead)
-            self._check_that_ranks_move()
+            self._check_ranks()
             return False
         reply = self._decoder.decode(self._replies.recv())
         if isinstance(reply, StepDone):
@@ -225,6 +261,12 @@ class MultiprocExecutor:
             raise self._fail(self._killed_rank() or error if error is other else error)
         return True
 
+    def _check_ranks(self) -> None:
+        """Raise EngineDeadError if a rank is gone, or none moves."""
+        if (dead := self._dead_rank()) is not None:
+            raise self._fail(dead)
+        self._check_that_ranks_move()
+
     def _killed_rank(self) -> EngineDeadError | None:
         """Return the error for a rank that a signal has ended, of which another has only heard that nobody answers;
         None: there is none. The system closes connections a little before it tells that a process has ended."""
@@ -239,6 +281,10 @@ class MultiprocExecutor:
         for rank, child in enumerate(self._children):
             if not child.is_alive() and (child.process.returncode < 0 or not killed):
                 return EngineDeadError(f"rank {rank} died (exit code {child.process.returncode})")
+        if self._nodes is not None:
+            self._nodes.look()
+            if problem := self._nodes.problem(killed):
+                return EngineDeadError(problem)
         return None
 
     def _check_that_ranks_move(self) -> None:
@@ -263,4 +309,6 @@ class MultiprocExecutor:
         self._dead = str(error)
         for child in self._children:
             child.process.kill()
+        if self._nodes is not None:
+            self._nodes.end(self._dead)
         return error

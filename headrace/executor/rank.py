@@ -10,12 +10,14 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Place, Ranks
+from headrace.distributed.store import SharedStore
 from headrace.errors import HeadraceError, crossing_name
 from headrace.executor.messages import (
     AdapterRead,
@@ -37,6 +39,15 @@ from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.worker import Worker
 
 
+def _connect(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    if config.keys is None:
+        socket.connect(address)
+    else:
+        config.keys.connect(socket, address)
+    return socket
+
+
 def _send_results(
     config: RankConfig,
     context: zmq.Context[zmq.Socket[bytes]],
@@ -44,8 +55,7 @@ def _send_results(
     pending: queue.Queue[PendingStep | FinishedStep],
 ) -> None:
     """Send the results of steps in order, until the process ends."""
-    socket = context.socket(zmq.PUSH)
-    socket.connect(config.replies)
+    socket = _connect(config, context, zmq.PUSH, config.replies)
     encoder = msgspec.msgpack.Encoder()
     while True:
         step = pending.get()
@@ -61,8 +71,7 @@ def _read_adapters(
     config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, wanted: queue.Queue[ReadAdapter]
 ) -> None:
     """Read adapters one after the other, and say how that went, until the process ends."""
-    socket = context.socket(zmq.PUSH)
-    socket.connect(config.replies)
+    socket = _connect(config, context, zmq.PUSH, config.replies)
     encoder = msgspec.msgpack.Encoder()
     while True:
         command = wanted.get()
@@ -79,10 +88,8 @@ def main(argv: list[str]) -> int:
     """Run the rank whose RankConfig `argv` names; return the process's exit status."""
     config = msgspec.msgpack.decode(read_config(argv), type=RankConfig)
     context = zmq.Context()
-    commands = context.socket(zmq.PULL)
-    commands.connect(config.commands)
-    replies = context.socket(zmq.PUSH)
-    replies.connect(config.replies)
+    commands = _connect(config, context, zmq.PULL, config.commands)
+    replies = _connect(config, context, zmq.PUSH, config.replies)
     pending: queue.Queue[PendingStep | FinishedStep] = queue.Queue()
     parallel = Ranks(tp=config.config.tensor_parallel_size, pp=config.config.pipeline_parallel_size)
     answers = parallel.place(config.rank) == Place(0, parallel.pp - 1, 0)
@@ -91,7 +98,10 @@ def main(argv: list[str]) -> int:
     try:
         model_config = read_served_config(folder, config.config)
         progress = Progress(Path(config.progress), parallel.world, config.rank)
-        worker = Worker(config.config, folder, model_config, config.rank, config.rendezvous, progress)
+        rendezvous: Any = config.rendezvous
+        if config.keys is not None:
+            rendezvous = SharedStore(config.rendezvous, config.keys, f"{config.group}/")
+        worker = Worker(config.config, folder, model_config, config.rank, rendezvous, progress, config.address)
         if answers:
             sender = (config, context, worker, pending)
             threading.Thread(target=_send_results, args=sender, name="results", daemon=True).start()

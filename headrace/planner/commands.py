@@ -80,7 +80,7 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
         notes.append(f"put the folder or hub id of {holds} in place of {model}")
     elif model.startswith("<"):
         notes.append(f"put the folder or hub id of {model.strip('<>')} in place of {model}")
-    notes += _node_notes(parallel, chip)
+    notes += _node_notes(request.engine, parallel, chip)
     variables: list[Flag] = []
     if request.engine == "headrace":
         flags = _headrace_flags(scenario, candidate, given)
@@ -122,6 +122,11 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
         flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
     if parallel.pp > 1:
         flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
+    per_node = scenario.chip.gpus_per_node
+    if parallel.tp * parallel.pp > per_node:
+        nodes = str(-(-parallel.tp * parallel.pp // per_node))
+        flags.append(Flag("--nnodes", nodes, f"machines of {per_node} GPUs over which one engine is spread"))
+        flags.append(Flag("--master-addr", "$MASTER_ADDR", "the first one's address on the network between them"))
     replicas = _replicas_on_node(parallel, scenario.chip)
     if replicas > 1:
         flags.append(Flag("--data-parallel-size", str(replicas), "engines behind one port, by expected wait"))
@@ -248,13 +253,16 @@ def _switches(given: dict[str, Any]) -> list[Flag]:
     return [Flag(flag, None, "given") for name, flag in named.items() if name in given]
 
 
-def _node_notes(parallel: Parallel, chip: Chip) -> list[str]:
+def _node_notes(engine: str, parallel: Parallel, chip: Chip) -> list[str]:
     """On which nodes to run a command, where there are several."""
     per_node = chip.gpus_per_node
     nodes = -(-parallel.gpus // per_node)
     if nodes == 1:
         return []
     if parallel.tp * parallel.pp > per_node:
+        if engine == "headrace":
+            more = "all but the first add --headless and --node-rank, and all have the same HEADRACE_SECRET"
+            return [f"on each of {nodes} nodes: {more}"]
         return [f"once, on the head of a Ray cluster of {nodes} nodes"]
     if parallel.dp_attention:
         more = "all but the first add --headless --data-parallel-start-rank, and all --data-parallel-address"

@@ -385,7 +385,7 @@ def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
 
 def _ranks(config: EngineConfig) -> int:
     """Return how many ranks share this machine."""
-    return config.tensor_parallel_size * config.pipeline_parallel_size * config.num_local_engines
+    return config.ranks_per_node * config.num_local_engines
 
 
 def _partition(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:

@@ -59,8 +59,8 @@ def layout_gaps(parallel: Parallel, chip: Chip) -> list[str]:
     """Say why headrace cannot use the layout yet; empty: it can. Replicas are servers of their own."""
     gaps = []
     together = parallel.gpus // parallel.replicas
-    if together > chip.gpus_per_node:
-        gaps.append(f"headrace runs on one machine yet, and {together} GPUs are on several")
+    if parallel.dp_attention and together > chip.gpus_per_node:
+        gaps.append(f"headrace's engines that share experts run on one machine yet, and {together} GPUs are on several")
     if parallel.dp_attention and not parallel.ep:
         gaps.append("headrace's data-parallel engines share whole experts alone (enable_expert_parallel)")
     return gaps

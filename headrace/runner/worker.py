@@ -79,14 +79,16 @@ class Worker:
         folder: Path,
         model_config: ModelConfig,
         rank: int = 0,
-        rendezvous: str = "",
+        rendezvous: Any = "",
         progress: Progress | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
-        """Join the other ranks. The planner must have resolved `config`. `rank`: among those of its engine."""
+        """Join the other ranks. The planner must have resolved `config`. `rank`: among those of its engine.
+        `rendezvous`, `address`: see `init_mesh`."""
         self.config = config
         self.folder = folder
         self.model_config = model_config
-        gpu = config.first_gpu + rank
+        gpu = config.first_gpu + rank % config.ranks_per_node
         self.device = torch.device("cuda", gpu) if config.device == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         if self.device.type == "cuda":
@@ -95,8 +97,11 @@ class Worker:
             torch.set_num_threads(config.cpu_threads)
         ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size, config.joined_engines)
         rank += ranks.rank(Place((config.data_parallel_rank or 0) % config.joined_engines, 0, 0))
+        no_peers = "as was asked for" if config.disable_custom_all_reduce else ""
+        if config.ranks_per_node % config.tensor_parallel_size:
+            no_peers = "GPUs are on several machines"
         self.mesh = init_mesh(
-            rank, ranks, rendezvous, self.device, progress=progress, own_sums=not config.disable_custom_all_reduce
+            rank, ranks, rendezvous, self.device, progress=progress, no_peers=no_peers, address=address
         )
         largest_step = max(config.max_num_batched_tokens or 0, LARGEST_CHECK)
         self.exchange = Exchange(self.mesh.dp, largest_step, self.device)

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "many_gpus.py"
 
 
 def test_parts_are_those_that_the_gpus_can_run() -> None:
-    dense, sparse = ("tp1", "tp2", "pp2", "dp2"), ("tp1", "tp2", "ep2", "dp2", "dp2-ep2")
+    dense, sparse = ("tp1", "tp2", "pp2", "dp2", "tp2-nodes2"), ("tp1", "tp2", "ep2", "dp2", "dp2-ep2")
     steps = [*(f"step-{name}" for name in dense), *(f"step-moe-{name}" for name in sparse)]
     assert many_gpus.parts_for(2) == ["streams", "collectives", "equal", *steps, "kill", "kill-experts"]
     assert {"step-tp8", "step-tp4-pp2", "step-moe-dp8-ep8"} <= {*many_gpus.parts_for(8)}

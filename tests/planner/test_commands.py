@@ -146,6 +146,16 @@ def test_the_line_of_vllm(row: tuple[Any, ...]) -> None:
     assert len(found.lines) == 1 or f"{len(found.lines)} servers a node" in notes
 
 
+def test_an_engine_over_several_machines_is_started_on_each() -> None:
+    found = command("headrace", "llama-3.1-405b", "h100", num_gpus=16, tensor_parallel_size=8)
+    assert {name: flags(found)[name] for name in ("-tp", "-pp", "--nnodes")} == {
+        "-tp": "8",
+        "-pp": "2",
+        "--nnodes": "2",
+    }
+    assert "on each of 2 nodes: all but the first add --headless and --node-rank" in " ".join(found.notes)
+
+
 def test_replicas_are_one_server_but_of_a_mixture_in_vllm() -> None:
     asked: dict[str, Any] = {"num_gpus": 4, "tensor_parallel_size": 2, "data_parallel_size": 2}
     for engine in ("vllm", "headrace"):

@@ -56,7 +56,7 @@ INERT: list[tuple[dict[str, Any], str]] = [
     ({"trust_remote_code": True}, "never run"),
     ({"attention_backend": "FLASH_ATTN"}, "a kernel of vLLM's"),
     ({"compilation_config": 3}, "nothing is compiled"),
-    ({"distributed_executor_backend": "mp"}, "processes of this machine"),
+    ({"distributed_executor_backend": "mp"}, "processes that headrace starts"),
     ({"limit_mm_per_prompt": {"image": 3, "video": 1}}, "text alone"),
     ({"mm_processor_kwargs": {"max_pixels": 589824}}, "text alone"),
     ({"max_logprobs": 20}, "the limit is fixed"),
