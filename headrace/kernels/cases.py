@@ -309,7 +309,8 @@ class NewTokens:
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
+    """None: the cache holds keys alone"""
     positions: Tensor
     slots: Tensor
     cache: Tensor
@@ -339,11 +340,12 @@ def new_tokens(
     make: Inputs, heads: Sequence[int], dim: int, positions: int, cache: Tensor, **of_layer: Any
 ) -> NewTokens:
     """Make as many tokens as there are positions, up to 40, one of them padding, for any slots of the cache. `heads`:
-    those of q, k and v; `of_layer`: fields of NewTokens."""
+    those of q, k and v, which may be none; `of_layer`: fields of NewTokens."""
     count = min(40, positions, cache.shape[1] * cache.shape[2])
     slots = make.some_of(count, cache.shape[1] * cache.shape[2])
     slots[count // 2] = -1
     q, k, v = make.random(count, sum(heads), dim).split(list(heads), dim=1)
+    v = v if heads[2] else None
     return NewTokens(q, k, v, make.integers(0, positions, count), slots, cache, **of_layer)
 
 
@@ -585,13 +587,16 @@ def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: 
 
 
 def index_scores(
-    make: Inputs, heads: int, dim: int, counts: Sequence[int], known: Sequence[int], block_size: int, top_k: int
-) -> Cases:
+    make: Inputs, heads: int, dim: int, counts: Sequence[int], known: Sequence[int], block_size: int, top_k: int,
+    cache_dtype: torch.dtype | None = None,
+) -> Cases:  # fmt: skip
     """Score the keys of requests of `counts` tokens behind `known` ones, and padding of one token: for all queries, and
-    for some from one's middle on. Other layers' rows lie between the blocks."""
+    for some from one's middle on. Other layers' rows lie between the blocks. `cache_dtype`: that of keys; None: the
+    model's."""
     sequences, blocks, visible = _some_requests(make, counts, known, block_size)
     q, longest = make.random(len(visible), heads, dim), int(visible.max())
     weights, arena = make.random(len(visible), heads + 5)[:, 3:-2], make.random(blocks, 2, block_size, 1, dim)
+    arena = arena.to(cache_dtype or arena.dtype)
     decodes = set(counts) == {1}
 
     def run(first: int, last: int, kernel: Kernel) -> Any:

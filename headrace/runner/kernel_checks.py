@@ -35,7 +35,7 @@ from headrace.layers.rotary import Rotary
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.gpu_linear import has_library
 from headrace.quantization.packed import PackedProduct
-from headrace.runner.kv_cache import CacheShape, allocate_alone, without_index
+from headrace.runner.kv_cache import CacheShape, IndexedCache, allocate_alone, without_index
 from headrace.runner.self_check import Check, Switch, switches
 
 TOKENS = (1, 8, 24, 40)
@@ -94,6 +94,10 @@ class Subject:
         """Return one layer of latent attention of each kind."""
         return list({layer.spec: layer for layer in reversed(self.layers(LatentAttention))}.values())
 
+    def indexed_layers(self) -> list[LatentAttention]:
+        """Return one layer with an index of its own of each kind."""
+        return [layer for layer in self.latent_layers() if layer.indexer is not None]
+
     def drop_fused_decode(self) -> None:
         """Let all layers decode by separate kernels from now on."""
         for layer in self.layers(Attention):
@@ -104,6 +108,12 @@ class Subject:
         cache = allocate_alone(self.shape, self.shape.specs.index(spec), num_blocks, self.device)
         assert cache is not None
         return without_index(cache)
+
+    def index_keys(self, layer: LatentAttention, num_blocks: int) -> Tensor:
+        """Return a cache like that of the keys of a layer's index, filled with zeros."""
+        cache = allocate_alone(self.shape, self.shape.specs.index(layer.spec), num_blocks, self.device)
+        assert isinstance(cache, IndexedCache)
+        return cache.index_keys
 
     def rope(self, layer: Attention | LatentAttention) -> Tensor | None:
         """Return the table of rotary angles of a layer # [positions, rotary_dim]; None: it is not rotated."""
@@ -302,6 +312,16 @@ def _rotary_and_cache(subject: Subject) -> Cases:
         table = subject.rope(layer)
         angles = (None, None) if table is None else subject.kernels.step_angles(table, tokens.positions)
         yield from cases.rotary_and_cache(angles, tokens, cache_bound(subject, ROUNDED))
+    for latent in subject.indexed_layers()[:1]:
+        index, table = latent.indexer, subject.rope(latent)
+        assert index is not None
+        assert table is not None
+        cache = subject.index_keys(latent, 40 // subject.shape.block_size + 3)
+        scale = index.unscaled if cache.dtype.itemsize == 1 else None
+        of_index = {"kv_scale": scale, "interleaved": index.interleaved}
+        tokens = new_tokens(subject.inputs, (index.heads, 1, 0), index.dim, subject.positions, cache, **of_index)
+        angles = subject.kernels.step_angles(table, tokens.positions)
+        yield from cases.rotary_and_cache(angles, tokens, cache_bound(subject, ROUNDED))
 
 
 def _latent_rotary_and_cache(subject: Subject) -> Cases:
@@ -345,7 +365,7 @@ def _index_scores(subject: Subject) -> Cases:
     for index in subject.ends(Indexer)[:1]:
         for requests in _past_top_k(index):
             sizes = index.heads, index.dim, *requests, index.spec.block_size, index.top_k
-            yield from cases.index_scores(subject.inputs, *sizes)
+            yield from cases.index_scores(subject.inputs, *sizes, subject.shape.dtype)
 
 
 def _top_keys(subject: Subject) -> Cases:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
 from headrace.kernels.cases import relative_error
@@ -23,27 +27,43 @@ def latent_checks(subject: Subject) -> Iterator[Check]:
     """Yield the checks of each kind of layer."""
     if not isinstance(subject.backend, TritonAttention):  # torch's is the reference of a CPU
         return
+    longest, size = longest_sequence(subject), subject.shape.block_size
+    mixed = [1, 1, 3, 40], [longest, 0, 3, min(longest, 40 + size + 1)]
     for layer in subject.latent_layers():
         for requests in DECODES:
-            yield _check(subject, layer, [1] * requests, [longest_sequence(subject), *([5, 0] * requests)][:requests])
-        size = subject.shape.block_size
-        yield _check(
-            subject,
-            layer,
-            [1, 1, 3, 40],
-            [longest_sequence(subject), 0, 3, min(longest_sequence(subject), 40 + size + 1)],
-        )
+            yield _check(subject, layer, [1] * requests, [longest, *([5, 0] * requests)][:requests])
+        yield _check(subject, layer, *mixed)
         yield _prompt_check(subject, layer, subject.backend)
+        if (top_k := layer.spec.sparse_top_k) is not None:
+            few = [longest, *([5, 0] * DECODES[1])][: DECODES[1]]
+            for counts, lengths in (([1] * len(few), few), mixed):
+                yield _check(subject, layer, counts, lengths, _some_keys(subject, counts, lengths, top_k))
 
 
-def _check(subject: Subject, layer: LatentAttention, counts: list[int], lengths: list[int]) -> Check:
+def _some_keys(subject: Subject, counts: list[int], lengths: list[int], top_k: int) -> Tensor:
+    """Return for each token about half of the keys that it sees, in any order, at least one # [tokens, top_k] int32,
+    and -1 behind them."""
+    rows = []
+    for count, length in zip(counts, lengths, strict=True):
+        for position in range(max(length - count, 0), max(length, count)):
+            seen = position + 1 if length else 0
+            some = subject.inputs.some_of(min(top_k, -(-seen // 2)), seen).int()
+            rows.append(F.pad(some, (0, top_k - len(some)), value=-1))
+    return torch.stack(rows)
+
+
+def _check(
+    subject: Subject, layer: LatentAttention, counts: list[int], lengths: list[int], chosen: Tensor | None = None
+) -> Check:
+    """Check a step in the absorbed form; `chosen`: over these keys alone."""
+
     def error() -> float:
         cache, metadata = filled_cache(subject, layer.spec, counts, lengths)
         spec, heads, scale = layer.spec, layer.kv_b_proj.heads, cache_scale(subject)
         q = subject.inputs.random(sum(counts), spec.num_heads, layer.mixer.head_dim)
-        out = layer.attend(q, heads, cache, metadata, spec, scale)
+        out = layer.attend(q, heads, cache, metadata, spec, scale, chosen=chosen)
         attended = latent_attention_reference(
-            heads.absorb(q), q[..., heads.nope_dim :], cache, metadata.sequences(-1), spec.scale, scale
+            heads.absorb(q), q[..., heads.nope_dim :], cache, metadata.sequences(-1), spec.scale, scale, chosen
         )
         return relative_error(out, heads.values(attended))
 

@@ -14,9 +14,11 @@ from tiny_configs import best_tokens, save_tiny_model
 
 from headrace import LLM, SamplingParams
 from headrace.errors import UnsupportedModelError
+from headrace.layers import latent_attention
 from headrace.mixers import LatentAttention
 from headrace.model_config import ModelConfig
 from headrace.models.served import describe
+from headrace.runner import kv_scales
 
 NEW_TOKENS = 12
 MODELS = {
@@ -78,6 +80,57 @@ def test_what_an_index_leaves_out_matters(tmp_path: Path) -> None:
     wrong, seen = logits(), 7
     torch.testing.assert_close(wrong[:seen], right[:seen])
     assert (wrong[seen:] - right[seen:]).abs().max() > 0.01 * right.abs().max()
+
+
+class Kept:
+    """Stands in for transformers' cache: gives an index's keys back as another type holds them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        return keys.to(self.dtype).float()
+
+
+def test_keys_of_an_index_in_fp8_choose_what_transformers_index_chooses_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first layer, prompt and answer, in chunks; and of keys in float32 it would choose others."""
+    theirs: Any = save_tiny_model("DeepseekV32ForCausalLM", "sparse-groups", tmp_path)
+    monkeypatch.setattr(kv_scales, "BOUND", 9.0)  # one of seven keys that is another changes a random model much
+    seen: list[torch.Tensor] = []
+    chosen: list[set[int]] = []
+    forward = latent_attention.LatentAttention.forward
+
+    def recording(self: Any, x: torch.Tensor, angles: Any, metadata: Any, *rest: Any) -> Any:
+        out = forward(self, x, angles, metadata, *rest)
+        if self is layers[0]:
+            seen.append(x)
+            rows = metadata.plan[latent_attention.CHOSEN]
+            chosen.extend([set()] * len(x) if rows is None else [{*row} - {-1} for row in rows.tolist()])
+        return out
+
+    settings: Any = {"dtype": "float32", "kv_cache_dtype": "fp8_e4m3", "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128, **settings) as llm:
+        model: Any = llm._core._executor._worker.model
+        layers = [layer for layer in model.modules() if isinstance(layer, latent_attention.LatentAttention)]
+        monkeypatch.setattr(latent_attention.LatentAttention, "forward", recording)
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": prompts()[0][:40]}], params, use_tqdm=False)
+    x, attention = torch.cat(seen)[None], theirs.model.layers[0].self_attn
+    count = x.shape[1]
+    places = torch.arange(count)[None]
+    hidden = torch.full((1, count, count), -torch.inf).triu(1)
+    with torch.inference_mode():
+        given = x, attention.q_a_layernorm(attention.q_a_proj(x)), theirs.model.rotary_emb(x, places), hidden, places
+        narrow, wide = (
+            [{*row} for row in attention.indexer(*given, cache=Kept(dtype))[0].tolist()]
+            for dtype in (torch.float8_e4m3fn, torch.float32)
+        )
+    top_k = theirs.config.index_topk
+    assert count == 40 + 5
+    assert chosen[top_k:] == narrow[top_k:]
+    assert narrow[top_k:] != wide[top_k:]
 
 
 GLM: dict[str, Any] = {

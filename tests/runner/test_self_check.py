@@ -143,15 +143,24 @@ def test_kernels_that_agree_stay(settings: dict[str, Any], monkeypatch: pytest.M
     assert len([note for note in worker.notes if "Self-check" in note and "all agree" in note]) == 1
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNEL_CASES) - {"fp8_linear", "narrow_linear", "widen_tiled"}))
-def test_a_broken_kernel_is_demoted_and_it_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own check, and without the long one of whole steps behind it. Those left out are of products that no CPU
-    has."""
+BROKEN = [
+    (name, ELSEWHERE.get(name)) for name in sorted(set(KERNEL_CASES) - {"fp8_linear", "narrow_linear", "widen_tiled"})
+]
+"""kernels with the tiny model that has them, None: the demo. Those left out are of products that no CPU has."""
+OF_AN_INDEX = [(name, ELSEWHERE["index_scores"]) for name in ("rotary_and_cache", "layer_norm")]
+"""which nothing else in the model uses"""
+
+
+@pytest.mark.parametrize(("name", "model"), [*BROKEN, *OF_AN_INDEX], ids=str)
+def test_a_broken_kernel_is_demoted_and_it_alone(
+    name: str, model: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own check, and without the long one of whole steps behind it."""
     monkeypatch.setattr(worker_module, "step_checks", lambda *_: [])
     folder = DEMO
-    if name in ELSEWHERE:
+    if model is not None:
         folder = tmp_path
-        save_tiny_model(*ELSEWHERE[name], folder)
+        save_tiny_model(*model, folder)
     plant(monkeypatch, **{name: broken(name)})
     of_adapters = name.endswith("_adapters")
     worker = loaded(folder, quantization="ptpc_fp8" if name in FP8_KERNELS else None, enable_lora=of_adapters)

@@ -64,6 +64,17 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+SPARSE = {
+    **LATENT,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 48,
+    "index_topk": 20,
+    "index_head_dim": 16,
+    "index_n_heads": 3,
+}
 FEW_DECODES = (1, 4, 16)
 """Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
 
@@ -281,3 +292,20 @@ def test_so_are_wrong_kernels_of_latents(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(triton_attn, "latent_attention", fault(triton_attn.latent_attention))
     with pytest.raises(ConfigError, match="attention over latents by TRITON_ATTN disagrees"):
         check(LATENT, "auto", None, only="latent_attention")
+
+
+def test_an_index_and_what_it_chooses_agree() -> None:
+    found = check(SPARSE, "fp8_e4m3", None, only="latent_attention")
+    assert (found.demoted, found._count) == ([], 3 + 2)
+    for name in ("rotary_and_cache", "index_scores", "top_keys"):
+        found = check(SPARSE, "fp8_e4m3", None, only=name)
+        assert found.demoted == []
+        assert found._count >= 1
+
+
+def test_so_is_attention_to_all_keys_in_place_of_those_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = changed(chosen=lambda _: None)
+    monkeypatch.setattr(triton_attn, "latent_attention", fault(triton_attn.latent_attention))
+    monkeypatch.setattr(latent_checks, "DECODES", (1, 2))
+    with pytest.raises(ConfigError, match="attention over latents by TRITON_ATTN disagrees"):
+        check(SPARSE, "auto", None, only="latent_attention")
