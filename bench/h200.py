@@ -21,6 +21,7 @@ Cases, each part under 3 minutes:
     two-instances     two 8B engines at gpu_memory_utilization 0.45, one after the other and at once
     self-check        all kernels agree with their references at load, and injected faults are detected and demoted
     self-check-moe    the same for experts, at Qwen3-30B-A3B's sizes
+    self-check-latent the same for attention to latents, all of them and those that an index chooses
     self-check-formats  the same for formats of a checkpoint, and gpt-oss
     invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
     fp8-memory        loading in fp8 peaks below 1.1 x the weights
@@ -29,6 +30,7 @@ Cases, each part under 3 minutes:
     format-numerics   logits of every format of a checkpoint beside the widened model's, in fp32 and in bf16
     family-numerics   logits of every family in bf16 beside transformers', in fp32 and in bf16; tokens of graphs; what
                       torch computes inside layers (it needs tests/models and transformers)
+    latent-numerics   the same of families of latents, and of those with an index in FP8 blocks
     long-latents      prompts of 131,072 tokens over latents, in one piece and in chunks, beside float64
 
 Weights are random (uniform +-1e-3, seeded; normal embeddings and routers where there are experts, so that tokens
@@ -86,11 +88,13 @@ CASES = {
     "self-check": "self_check.self_check_cases",
     "self-check-moe": "self_check.self_check_moe_cases",
     "self-check-formats": "self_check.self_check_formats_cases",
+    "self-check-latent": "self_check.self_check_latent_cases",
     "invariance": "invariance.invariance_cases",
     "fp8-memory": "fp8_memory.fp8_memory_cases",
     "unasked-cache": "fp8_cache.unasked_cache_cases",
     "format-numerics": "format_numerics.format_numerics_cases",
     "family-numerics": "family_numerics.family_numerics_cases",
+    "latent-numerics": "family_numerics.latent_numerics_cases",
     "long-latents": "long_latents.long_latents_cases",
 }
 """part -> module.function in h200_parts that takes a Run"""

@@ -2,7 +2,9 @@
 
 Models are those of the conformance tests (tests/models/tiny_configs.py), widened to sizes that kernels like, with
 random weights that bf16 holds. Their layers of experts send every token to all of theirs: a token that rounding sends
-elsewhere would say more about its router than about the family.
+elsewhere would say more about its router than about the family. A model whose keys an index chooses is compared twice:
+where the index chooses few of the keys, which rounding makes others in transformers' model too, and where it has none
+to choose from.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from h200_parts.forced import Sequence, decode, stepped_core
-from h200_parts.format_numerics import BOUND, CONSTANTS, random_tokens, unmeasured, watch
+from h200_parts.format_numerics import BOUND, CONSTANTS, latent_configs, random_tokens, unmeasured, watch
+from h200_parts.format_numerics import case as format_case
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from h200_parts.settings import Settings
@@ -39,28 +43,58 @@ SHARE = 0.25
 
 
 def family_numerics_cases(run: Run) -> None:
-    """Add a case for each family. It passes where the error against fp32 is at most BOUND times that of transformers in
+    """Add a case for each family but those of latents."""
+    compare_families(run, [name for name in SERVED if not has_latents(name)])
+
+
+def latent_numerics_cases(run: Run) -> None:
+    """Add a case or two for each family of latents, and those of formats."""
+    compare_families(run, [name for name in SERVED if has_latents(name)])
+    for name, config in latent_configs(run.smoke).items():
+        format_case(run, name, config)
+
+
+def tiny_configs() -> Any:
+    """Return the module of the conformance tests' models."""
+    if (folder := str(Path(__file__).parents[2] / "tests" / "models")) not in sys.path:
+        sys.path.insert(0, folder)
+    return import_module("tiny_configs")
+
+
+def first_variant(name: str) -> dict[str, Any]:
+    variant: dict[str, Any] = next(iter(tiny_configs().VARIANTS[name].values()))
+    return variant
+
+
+def has_latents(name: str) -> bool:
+    return name in tiny_configs().LATENT_OR_STATES and "kv_lora_rank" in first_variant(name)
+
+
+def compare_families(run: Run, names: list[str]) -> None:
+    """Add cases for families. One passes where the error against fp32 is at most BOUND times that of transformers in
     bf16, graphs give the tokens of eager steps, no kernel was demoted and, on a GPU, no layer left more than products
     to torch."""
     import transformers
 
-    known = [name for name in SERVED if hasattr(transformers, name)]
-    if left := sorted(set(SERVED) - set(known)):
+    if left := sorted(name for name in names if not hasattr(transformers, name)):
         run.note(f"not in transformers {transformers.__version__}: {', '.join(left)}")
+    models: list[tuple[str, dict[str, int]]] = [(name, {}) for name in names if name not in left]
+    models += [
+        (name, {"index_topk": LONGEST + NEW_TOKENS}) for name, _ in models if "index_topk" in first_variant(name)
+    ]
     with ProcessPoolExecutor(1 if run.smoke else AT_ONCE, multiprocessing.get_context("spawn")) as processes:
-        for made in as_completed([processes.submit(compared, run.settings, name) for name in known]):
+        for made in as_completed([processes.submit(compared, run.settings, *model) for model in models]):
             run.case(*made.result())
 
 
-def compared(settings: Settings, name: str) -> tuple[str, bool, str]:
-    """Return one family's case: its name, whether it passes and what was found. It runs in a process of its own."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "models"))
+def compared(settings: Settings, name: str, changes: dict[str, int]) -> tuple[str, bool, str]:
+    """Return the case of a family's model with `changes`: its name, whether it passes and what was found. It runs in a
+    process of its own."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    import tiny_configs
-
-    folder = settings.work / name
+    title = ", ".join([name, *(f"{field} {value}" for field, value in changes.items())])
+    folder = settings.work / title.replace(", ", "-").replace(" ", "-")
     try:
-        write_model(name, folder, tiny_configs)
+        write_model(name, folder, changes)
         batches = [
             random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if settings.smoke else None]
         ]
@@ -72,21 +106,22 @@ def compared(settings: Settings, name: str) -> tuple[str, bool, str]:
             for dtype in ("float32", "bfloat16")
         )
     except Exception as error:  # the other families are still compared
-        return name, False, f"{type(error).__name__}: {str(error)[:600]}"
+        return title, False, f"{type(error).__name__}: {str(error)[:600]}"
     ours, allowed = compare(found.sequences, exact).error, compare(theirs, exact).error
     torch_path = ", ".join(f"{count} x {op}" for op, count in found.inside.items()) if not settings.smoke else ""
     said = f"error against fp32 {ours:.2e}, transformers' {allowed:.2e}, ratio {ours / allowed:.2f}; "
     said += f"torch inside layers: {torch_path or 'none'}; by {found.backend}"
     said += "".join(f"; {note}" for note in found.notes)
-    return name, ours <= BOUND * allowed and not torch_path and not found.notes, said
+    return title, ours <= BOUND * allowed and not torch_path and not found.notes, said
 
 
-def write_model(name: str, folder: Path, tiny_configs: Any) -> None:
-    """Write a checkpoint in float32 whose numbers are bf16's."""
+def write_model(name: str, folder: Path, further: dict[str, int]) -> None:
+    """Write a checkpoint in float32 whose numbers are bf16's, of a model with `further` changes."""
     import transformers
 
-    variant = next(iter(tiny_configs.VARIANTS[name].values()))
-    changes = {field: value for field, value in MEDIUM.items() if field in ALWAYS or variant.get(field) is not None}
+    tiny, variant, medium = tiny_configs(), first_variant(name), MEDIUM | CONSTANTS["own"].get(name, {})
+    changes = {field: value for field, value in medium.items() if field in ALWAYS or variant.get(field) is not None}
+    changes |= further
     experts = [variant[field] for field in EXPERTS if field in variant]
     changes |= {"num_experts_per_tok": experts[0]} if experts else {}
     rope = variant.get("rope_parameters", {})
@@ -95,8 +130,8 @@ def write_model(name: str, folder: Path, tiny_configs: Any) -> None:
         wider = turned // 2 // sum(rope["mrope_section"])
         changes["rope_parameters"] = {**rope, "mrope_section": [wider * size for size in rope["mrope_section"]]}
     model_class = getattr(transformers, name)
-    model = model_class(tiny_configs.tiny_config(name, {**variant, **changes})).eval()
-    tiny_configs.fill_at_random(model, 1)
+    model = model_class(tiny.tiny_config(name, {**variant, **changes})).eval()
+    tiny.fill_at_random(model, 1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -52,7 +52,7 @@ E8M0_RANGE = (119, 122)
 CONSTANTS = json.loads(Path(__file__).with_name("numerics.json").read_text())
 LIBRARY = frozenset(CONSTANTS["library"])
 """Operations that a layer may leave to torch: products by the vendor's library, inputs in another order, the residual's
-sum, memory and views."""
+sum, memory and views; and, where a step is planned, the sums of its requests' lengths."""
 SMALL, TOY, EXPERTS = CONSTANTS["small"], CONSTANTS["toy"], CONSTANTS["experts"]
 """fields of config.json: of all models, of toys, of those with experts"""
 DENSE = tuple(name for name in FORMATS if name != "w4a16")
@@ -70,6 +70,19 @@ def configs(toy: bool) -> dict[str, dict[str, Any]]:
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * (small["num_hidden_layers"] // 2)}
     scaling = {"rope_scaling": models.GPT_OSS_20B["rope_scaling"], "num_local_experts": 4, "num_experts_per_tok": 4}
     return found | {"gpt-oss": models.GPT_OSS_20B | small | scaling | kinds}
+
+
+def latent_configs(toy: bool) -> dict[str, dict[str, Any]]:
+    """Return config.json of models whose keys an index chooses, with heads of their own sizes, in FP8 blocks but for
+    what their checkpoints leave alone. Where the index chooses all keys, nothing but rounding is compared."""
+    changes = SMALL | CONSTANTS["latent"] | (TOY | {"head_dim": None} if toy else {})
+    blocks = {"quantization_config": FORMATS["fp8-block"] | {"modules_to_not_convert": ["weights_proj"]}}
+    found = {}
+    for name, model_type in (("deepseek-v3.2", "deepseek_v32"), ("glm-5", "glm_moe_dsa")):
+        for top_k in (4, LONGEST + NEW_TOKENS):
+            config = models.in_catalogue(name, model_type) | changes | {"index_topk": top_k}
+            found[f"{name} fp8-block, index_topk {top_k}"] = config | blocks
+    return found
 
 
 def format_numerics_cases(run: Run) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h200_parts.forced import Sequence, decode, stepped_core
 from h200_parts.format_numerics import unmeasured
-from h200_parts.models import DEEPSEEK_V2_LITE
+from h200_parts.models import in_catalogue
 from h200_parts.numerics import compare
 from h200_parts.run import Run
 from h200_parts.settings import SEED
@@ -53,7 +53,7 @@ ROWS = 8192
 
 def config_of(toy: bool) -> dict[str, Any]:
     """Return config.json."""
-    return DEEPSEEK_V2_LITE | SMALLER | (TOY | TOY_HEADS if toy else {})
+    return in_catalogue("deepseek-v2-lite", "deepseek_v2") | SMALLER | (TOY | TOY_HEADS if toy else {})
 
 
 def long_latents_cases(run: Run) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -18,10 +19,12 @@ import headrace.models.filling as filling
 import headrace.quantization.gpu_linear as gpu_linear
 import headrace.runner.worker as worker
 from h200_parts.engines import greedy_tokens
-from h200_parts.models import FORMATS, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
+from h200_parts.models import FORMATS, GPT_OSS_20B, LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS, in_catalogue
 from h200_parts.run import Run
 from headrace import LLM
+from headrace.attention import triton_attn
 from headrace.attention.triton_attn import TritonAttention
+from headrace.errors import ConfigError
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import TRITON_KERNELS
@@ -164,6 +167,48 @@ def self_check_moe_cases(run: Run) -> None:
     if not run.smoke:
         wrong = kernels(fused_moe=scaled("fused_moe", 1.05))
         starts.inject("fused_moe x 1.05", only("fused_moe"), moe, worker, "select_kernels", wrong)
+
+
+def self_check_latent_cases(run: Run) -> None:
+    """Do the same with attention to latents, to all of them and to those that an index chooses."""
+    starts, toy = Starts(run), TOY | TOY_EXPERTS | {"head_dim": None} if run.smoke else {}
+    few = {"num_hidden_layers": 4, "n_routed_experts": 16, "n_group": 1, "topk_group": 1, "quantization_config": None}
+    lite = run.settings.write_config("v2-lite-4l", in_catalogue("deepseek-v2-lite", "deepseek_v2") | few | toy)
+    indexed = in_catalogue("deepseek-v3.2", "deepseek_v32") | few | {"hidden_size": 2048} | toy
+    sparse = run.settings.write_config("v3.2-4l", indexed)
+    for name, model in (("V2-Lite", lite), ("V3.2", sparse)):
+        for knobs in ({}, {"kv_cache_dtype": "fp8"}):
+            starts.agree(f"{name} of 4 layers", model, **knobs)
+    if run.smoke:
+        return
+
+    def off(kernel: Any, **changed: Any) -> Any:
+        """Return a kernel that writes what is a little off; `changed`: arguments that it gets in place of its own."""
+
+        def wrong(*arguments: Any, **options: Any) -> Any:
+            bound = signature(kernel).bind(*arguments, **options)
+            bound.arguments.update(changed)
+            out = kernel(*bound.args, **bound.kwargs)
+            return out if changed else out.mul_(1.02) if out.is_floating_point() else out.add_(1)
+
+        return wrong
+
+    for name in ("latent_rotary_and_cache", "layer_norm", "rotary_and_cache", "index_scores", "top_keys"):
+        model = lite if name.startswith("latent") else sparse
+        fault = scaled(name, 1.02) if name == "layer_norm" else off(getattr(TRITON_KERNELS, name))
+        starts.inject(f"{name} off", only(name), model, worker, "select_kernels", kernels(**{name: fault}))
+    wrong = off(triton_attn.expanded_attention)
+    starts.inject("expanded off", only("expanded_attention"), lite, triton_attn, "expanded_attention", wrong)
+    ignoring: dict[str, Any] = {"chosen": None}
+    for title, model, changed in (("latents off", lite, {}), ("all keys for those chosen", sparse, ignoring)):
+        wrong = off(triton_attn.latent_attention, **changed)
+        with patch.object(triton_attn, "latent_attention", wrong):
+            try:
+                starts.start(model)
+            except ConfigError as error:
+                run.case(title, "attention over latents" in str(error), str(error))
+            else:
+                run.case(title, False, "served")
 
 
 def inject_kernels(starts: Starts, big: str) -> None:
