@@ -34,6 +34,7 @@ class HeadsOfLatents(ColumnParallelLinear):
     """Holds kv_b_proj, which turns latents into keys and values, as attention applies it: in the model's type, whatever
     the checkpoint's format."""
 
+    applied = False
     heads: LatentHeads
 
     def __init__(self, mixer: mixers.LatentAttention, group: Group, dtype: torch.dtype) -> None:

@@ -72,6 +72,9 @@ class Linear(Layer):
     With `activation` (the kernel table's gate_and_mul), half as many outputs come out.
     """
 
+    applied = True
+    """False: others read its weight, and nothing calls it"""
+
     def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.spec = spec

@@ -306,7 +306,7 @@ def attach_schemes(
         if isinstance(layer, SparseMoE):
             layer.router_scheme = schemes.of_router(layer.router_names(path))
     for scheme, ones in served.items():
-        linears = [layer.spec for layer in ones if isinstance(layer, Linear)]
+        linears = [layer.spec for layer in ones if isinstance(layer, Linear) and layer.applied]
         scheme.product.prepare(linears, context.device, context.kernels)
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
     lines = []

@@ -196,7 +196,7 @@ def _launch_key(layer: Linear) -> tuple[object, ...]:
 
 def _table(layer: Linear) -> GemmTable | None:
     """Return which kernel serves how many tokens, for all linears of the size; None: no kernel of ours."""
-    return layer.scheme.product.table(layer.spec) if layer.weights else None
+    return layer.scheme.product.table(layer.spec) if layer.weights and layer.applied else None
 
 
 def _by_library(table: GemmTable, low: int, bucket: int) -> str:
