@@ -207,6 +207,11 @@ def test_tools_begins_with_a_call(server: Serve) -> None:
     assert '"calls":[{"name":"weather","parameters":"{' in run_shell(text, server)
 
 
+def test_agents_begins_with_a_message(server: Serve) -> None:
+    ((_, text),) = first_examples(ROOT / "docs/agents.md")
+    assert '"type":"message"' in run_shell(text, server)
+
+
 def test_operations_begins_with_health_and_load(server: Serve) -> None:
     ((_, text),) = first_examples(ROOT / "docs/operations.md")
     said = run_shell(text, server)

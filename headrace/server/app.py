@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.config import ServerConfig
 from headrace.engine.input_processor import NO_TEXT
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError, ServerStoppingError
-from headrace.server import answers, info, messages, pooling, pooling_shapes, protocol, responses
+from headrace.server import answers, info, pooling, pooling_shapes, protocol, responses
 from headrace.server.adapters import AdapterBook
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
 from headrace.server.front_page import show_page
+from headrace.server.message_shapes import CountTokensRequest, Message, MessagesRequest, StreamEvent, TokenCount
 from headrace.server.messages import answer_message, count_tokens
 from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.output_formats import choose_formats
@@ -50,10 +51,10 @@ OPERATIONS = (
               verb="DELETE"),
     Operation("/v1/responses/{response_id}/cancel", responses.cancel_response, "End an answer made in the background",
               ResponseObject, (400, 401, 404), verb="POST"),
-    Operation("/v1/messages", answer_message, "Answer a conversation, as Anthropic's API does", messages.Message,
-              GENERATION_ERRORS, messages.MessagesRequest, events=get_args(messages.StreamEvent), error=AnthropicError),
-    Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", messages.TokenCount,
-              BODY_ERRORS, messages.CountTokensRequest, error=AnthropicError),
+    Operation("/v1/messages", answer_message, "Answer a conversation, as Anthropic's API does", Message,
+              GENERATION_ERRORS, MessagesRequest, events=get_args(StreamEvent), error=AnthropicError),
+    Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", TokenCount,
+              BODY_ERRORS, CountTokensRequest, error=AnthropicError),
     Operation("/v1/embeddings", pooling.answer_embedding, "The vectors of texts", pooling_shapes.EmbeddingList,
               GENERATION_ERRORS, pooling_shapes.EmbeddingRequest),
     Operation("/pooling", pooling.answer_pooling, "What the model makes of texts, or of their tokens",

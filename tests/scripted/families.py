@@ -58,6 +58,7 @@ class Family:
     """Whether a turn may have reasoning with the template's defaults."""
     parallel: bool = True
     """Whether a turn may have several calls."""
+    context: int = CONTEXT
     real: Path | None = None
     """A folder with the tokenizer and template of a real model of the family, in place of our own."""
 
@@ -82,7 +83,7 @@ class Family:
             "architectures": [self.architecture], "model_type": self.model_type, "vocab_size": vocab_size,
             "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 10000.0,
-            "max_position_embeddings": CONTEXT, "bos_token_id": None, "eos_token_id": ends,
+            "max_position_embeddings": self.context, "bos_token_id": None, "eos_token_id": ends,
         }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
         return folder

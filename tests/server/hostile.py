@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 REGEXES = [
@@ -113,8 +114,26 @@ THOUGHTS = [
     "minimax_m3", "hy_v3",
 ]  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+MESSAGES, COUNT_TOKENS, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 PARSE, SEPARATE = "/parse_function_call", "/separate_reasoning"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+GENERATES = {
+    CHAT: 20, MESSAGES: 20, COUNT_TOKENS: 6, RESPONSES: 20, COMPLETIONS: 8, PARSE: 8, SEPARATE: 4, "/tokenize": 4,
+    LOAD: 6, UNLOAD: 4,
+}  # fmt: skip
+"""Path of a server of a model that generates -> its weight in a draw"""
+POOLS = {"/v1/embeddings": 4, "/pooling": 2, "/classify": 2, "/v1/score": 3, "/v1/rerank": 3}
+"""the same of one that pools"""
+PLACES = [
+    "good", "good", "./good", "nothing", "odd", "pickled", "../good", "/etc", "/", "", ".", "..", "good/../../..",
+    "good\0", "%2e%2e/good", "~root", "good/adapter_config.json", "linked", "x" * 5000, "\ud800", "file:///etc/passwd",
+]  # fmt: skip
+"""where an adapter might lie"""
+TEXTS: list[Any] = [
+    "a", "who are you?", "", " ", "x" * 300, "\x00", "\ud800", "\N{GRINNING FACE}" * 40, [], [5], [5, 6], [[5, 6]],
+    ["a"], ["a", "b"], [["a"]], {"text": "a"}, [{"text": "a"}], [{}], [None], [True], [2**40], [-1], [[]], ["a"] * 300,
+    "<|im_end|>", 0, None, {},
+]  # fmt: skip
 
 
 class Bodies:
@@ -123,11 +142,9 @@ class Bodies:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
-    def any(self) -> tuple[str, bytes]:
+    def any(self, weights: Mapping[str, int]) -> tuple[str, bytes]:
         """A path and a body for it."""
-        path = self.draw.choices(
-            [CHAT, MESSAGES, RESPONSES, COMPLETIONS, PARSE, SEPARATE, "/tokenize"], [40, 12, 12, 10, 14, 8, 4]
-        )[0]
+        (path,) = self.draw.choices([*weights], [*weights.values()])
         return path, self.of(path)
 
     def of(self, path: str) -> bytes:
@@ -135,8 +152,9 @@ class Bodies:
         body = {
             CHAT: self._chat, MESSAGES: self._message, RESPONSES: self._response,
             COMPLETIONS: self._completion, PARSE: self._parse,
-            SEPARATE: self._separate,
-            "/tokenize": self._tokenize,
+            SEPARATE: self._separate, COUNT_TOKENS: self._message,
+            "/tokenize": self._tokenize, LOAD: self._load, UNLOAD: self._unload,
+            **{one: partial(self._pooled, one) for one in POOLS},
         }[path]()  # fmt: skip
         for _ in range(draw.choice([0, 0, 1, 1, 2, 4])):
             self._mutate(body)
@@ -226,7 +244,7 @@ class Bodies:
             "chat_template_kwargs": draw.choice(KWARGS), "reasoning_effort": draw.choice(["low", "none", "x" * 40, 5]),
             "include_reasoning": False, "logprobs": True, "continue_final_message": True, "enable_thinking": False,
             "add_generation_prompt": False, "thinking": draw.choice([True, {"type": "disabled"}, "x"]), "echo": True,
-            "separate_reasoning": False,
+            "separate_reasoning": False, "thinking_token_budget": draw.choice([0, 1, 2**31, -1]),
         }  # fmt: skip
         for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
             body[name] = extras[name]
@@ -241,7 +259,7 @@ class Bodies:
             thought = {"type": "thinking", "thinking": self.text(), "signature": "x"}
             result = {"type": "tool_result", "tool_use_id": "x", "content": draw.choice([self.text(), blocks, None])}
             body["messages"].append({"role": "assistant", "content": [thought, use]})
-            body["messages"].append({"role": "user", "content": [result]})
+            body["messages"].append({"role": draw.choice(["user", "user", "system"]), "content": [result]})
         if draw.random() < 0.5:
             functions = [self.tool()["function"] for _ in range(draw.choice([1, 2]))]
             body["tools"] = [one | {"input_schema": one.pop("parameters", {"type": "object"})} for one in functions]
@@ -249,7 +267,7 @@ class Bodies:
             body["tool_choice"] = draw.choice([*kinds, {}, {"type": []}])
         extras = {
             "stream": True, "system": draw.choice(["x", [{"type": "text", "text": "x"}], [{}]]), "top_k": 5,
-            "thinking": draw.choice([{"type": "enabled", "budget_tokens": 5}, {"type": "x"}, {}]),
+            "thinking": draw.choice([{"type": "enabled", "budget_tokens": draw.choice([1, 5, 0])}, {"type": "x"}, {}]),
             "stop_sequences": [draw.choice(MARKUP)], "metadata": {"user_id": "x"},
             "output_config": {"format": {"type": "json_schema", "schema": self.schema()}},
         }  # fmt: skip
@@ -269,12 +287,15 @@ class Bodies:
         body: dict[str, Any] = {"input": draw.choice([items, items, self.text() or "a"]), "max_output_tokens": 4}
         if draw.random() < 0.5:
             body["tools"] = [{"type": "function"} | self.tool()["function"] for _ in range(draw.choice([1, 2]))]
+            if draw.random() < 0.2:
+                body["tools"] = [{"type": "namespace", "name": draw.choice(NAMES), "tools": body["tools"]}]
             body["tool_choice"] = draw.choice(["auto", "required", {"type": "function", "name": draw.choice(NAMES)}])
         extras = {
             "stream": True, "instructions": self.text(), "store": draw.choice([True, False]), "background": True,
             "previous_response_id": "resp-1", "reasoning": draw.choice([{"effort": "low"}, {"summary": "auto"}, {}]),
             "text": {"format": {"type": "json_schema", "name": "x", "schema": self.schema()}}, "truncation": "auto",
-            "metadata": {"a": "b"}, "include": draw.choice([[], ["reasoning.encrypted_content"], ["x"]]),
+            "metadata": {"a": "b"}, "top_logprobs": draw.choice([0, 2, 99]),
+            "include": draw.choice([[], ["reasoning.encrypted_content"], ["message.output_text.logprobs"], ["x"]]),
         }  # fmt: skip
         for name in draw.sample(sorted(extras), draw.choice([0, 1, 2])):
             body[name] = extras[name]
@@ -294,6 +315,35 @@ class Bodies:
         body = self._chat()
         names = ("messages", "tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
         return {name: body[name] for name in names if name in body}
+
+    def _load(self) -> dict[str, Any]:
+        name = self.draw.choice(["a", "b", "c", self.draw.choice(NAMES)])
+        body = {"lora_name": name, "lora_path": self.draw.choice(PLACES)}
+        return body | self.draw.choice([{}, {"load_inplace": True}, {"load_inplace": "x"}])
+
+    def _unload(self) -> dict[str, Any]:
+        return {"lora_name": self.draw.choice(["a", "b", "c", self.draw.choice(NAMES)])}
+
+    def _pooled(self, path: str) -> dict[str, Any]:
+        draw = self.draw
+        given = {
+            "/v1/score": {"text_1": "a", "text_2": ["a", "b"]}, "/v1/rerank": {"query": "a", "documents": ["a", "b"]},
+        }  # fmt: skip
+        body: dict[str, Any] = given.get(path, {"input": draw.choice(["a", ["a", "b"]])})
+        extras = {
+            "dimensions": draw.choice([1, 9, 60, 99, 0, -1, "9"]), "encoding_format": draw.choice(["base64", "int8"]),
+            "truncate_prompt_tokens": draw.choice([-1, 0, 1, 64, 2**40]), "prompt_name": draw.choice(["query", "x"]),
+            "task": draw.choice(["embed", "token_embed", "classify", "encode"]), "normalize": draw.choice([False, 5]),
+            "top_n": draw.choice([1, 0, -1, 2**40, "x"]), "return_documents": draw.choice([False, "x"]),
+            "instruction": draw.choice(["Judge.", "{query}", "x" * 300, 5]), "use_activation": False,
+            "add_special_tokens": False, "activation": False, "priority": draw.choice([1, 2**70]), "model": "nobody",
+            "request_id": draw.choice(["x", "x" * 5000, "\n"]), "queries": "a", "documents": ["a"],
+        }  # fmt: skip
+        for name in draw.sample(sorted(extras), draw.choice([0, 0, 1, 2])):
+            body[name] = extras[name]
+        if draw.random() < 0.3:
+            body[draw.choice(sorted(body))] = fresh(draw.choice(TEXTS))
+        return body
 
     def _mutate(self, body: dict[str, Any]) -> None:
         """Change one place of a body, however deep: another value, none, one level more, or a key more."""

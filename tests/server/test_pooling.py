@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import collections
-import json
-import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,14 @@ import openai
 import pytest
 import torch
 
+from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.async_engine import AsyncEngine
+from headrace.server.app import build_app
 from tests.clients.tasks import imported_where_used
 from tests.models.pooling_models import pool, save, save_sentences, save_tokenizer
 from tests.models.test_pooling import config_of, hidden_states
+from tests.server.hostile import POOLS, Bodies
+from tests.server.test_fuzz import COUNT, answers, asked_of, document_holds, no_garbage_of_before
 from tests.serving import Serve
 from tests.speed import PATIENCE
 
@@ -117,37 +121,45 @@ def test_bodies_are_what_the_sdk_describes(embedder: Embedder) -> None:
         assert {*found.model_extra} == {"id", "created"}
 
 
-VALUES: list[Any] = [
-    None, True, 0, -1, 1.5, 2**40, "", "text", "x" * 300, [], [5], ["a"], [["a"]], [[5, 6]], {}, {"text": "a"}, [{}],
-    [None], "\ud800", "\x00", [2**40], [True], "base64", "embed",
-]  # fmt: skip
-FIELDS = {
-    "/v1/embeddings": ("input", "dimensions", "encoding_format", "truncate_prompt_tokens", "prompt_name", "priority"),
-    "/pooling": ("input", "task", "dimensions", "normalize", "add_special_tokens", "request_id"),
-    "/classify": ("input", "activation", "truncate_prompt_tokens", "model"),
-    "/score": ("text_1", "text_2", "queries", "documents", "instruction", "use_activation"),
-    "/rerank": ("query", "documents", "top_n", "return_documents", "truncate_prompt_tokens", "instruction"),
-}
-
-
 @pytest.mark.parametrize("which", ["embedder", "ranker"])
 def test_any_body_is_answered_or_refused(which: str, request: pytest.FixtureRequest) -> None:
     server: Embedder = request.getfixturevalue(which)
-    chosen, statuses = random.Random(7), collections.Counter[int]()
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-        for _ in range(400):
-            path = chosen.choice([*FIELDS])
-            body = {"input": "a", "query": "a", "documents": ["a", "b"]}
-            body = {name: value for name, value in body.items() if name in FIELDS[path]}
-            for name in chosen.sample(FIELDS[path], chosen.choice((1, 1, 1, 2))):
-                body[name] = chosen.choice(VALUES)
-            content = json.dumps(body)
-            answer = client.post(path, content=content, headers={"content-type": "application/json"})
-            assert answer.status_code in (200, 400, 404), (path, content, answer.text)
-            assert answer.status_code == 200 or answer.json()["error"]["message"], (path, content)
-            statuses[answer.status_code] += 1
-    assert min(statuses[200], statuses[400]) > 10, statuses
+    client = httpx.AsyncClient(base_url=server.url, timeout=PATIENCE)
+    statuses = asyncio.run(answers(client, Bodies(0), POOLS, timed=False, count=200))
+    assert min(statuses[200], statuses[400]) > 20, statuses
     assert server.post("/tokenize", prompt="ab").json()["count"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("which", ["embedder", "ranker"])
+def test_no_body_holds_up_the_loop(which: str, seed: int, request: pytest.FixtureRequest) -> None:
+    server: Embedder = request.getfixturevalue(which)
+
+    async def go() -> collections.Counter[int]:
+        config = EngineConfig(
+            model=str(server.folder),
+            dtype="float32",
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            served_model_name=["tiny"],
+        )
+        engine = await AsyncEngine.start(config)
+        try:
+            return await answers(asked_of(build_app(engine, ServerConfig(), ["tiny"])), Bodies(seed), POOLS, timed=True)
+        finally:
+            await engine.shutdown()
+
+    with no_garbage_of_before():
+        statuses = asyncio.run(go())
+    assert min(statuses[200], statuses[400]) > COUNT / 10, statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedder", "ranker"])
+def test_the_document_of_the_api_holds(which: str, request: pytest.FixtureRequest) -> None:
+    server: Embedder = request.getfixturevalue(which)
+    assert document_holds(server.url, 12, POOLS) == {f"POST {path}" for path in POOLS}
 
 
 def test_langchain_gets_vectors(embedder: Embedder) -> None:
@@ -255,13 +267,9 @@ def test_a_request_that_is_bad_harms_only_itself(embedder: Embedder) -> None:
         return await client.post("/v1/embeddings", json=body)
 
     async def go() -> list[httpx.Response]:
-        import asyncio
-
         async with httpx.AsyncClient(base_url=embedder.url, timeout=PATIENCE) as client:
             bodies = [{"input": TEXTS} if i % 2 else {"input": [[600]]} for i in range(20)]
             return await asyncio.gather(*(ask(client, body) for body in bodies))
-
-    import asyncio
 
     answers = asyncio.run(go())
     assert [answer.status_code for answer in answers] == [400, 200] * 10
