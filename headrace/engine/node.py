@@ -46,7 +46,7 @@ BEAT_SECONDS = 0.5
 RECONNECT_MS = 200
 REFUSALS = 5
 """After so many handshakes that failed one after the other, the secrets differ; one may fail for other reasons."""
-NEXT_SECONDS = 3.0
+NEXT_SECONDS = 10.0
 """How long to wait for another executor after one has ended as it should."""
 
 

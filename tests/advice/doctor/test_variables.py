@@ -33,6 +33,8 @@ CASES = [
     ("NCCL_SOCKET_IFNAME", "=eth", "nvidia", 2, HURTS),
     ("NCCL_SOCKET_IFNAME", "ens5,eth", "nvidia", 2, None),
     ("NCCL_SOCKET_IFNAME", "^docker", "nvidia", 2, None),
+    ("GLOO_SOCKET_IFNAME", "ens5", "nvidia", 1, HURTS),
+    ("GLOO_SOCKET_IFNAME", "eth0", "nvidia", 1, None),
     ("CUDA_LAUNCH_BLOCKING", "1", "nvidia", 1, HURTS),
     ("CUDA_LAUNCH_BLOCKING", "0", "nvidia", 1, None),
     ("HIP_LAUNCH_BLOCKING", "1", "amd", 1, HURTS),
