@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.convert.gptq import Factor, factor_of
+from headrace.kernels.adapters import Shrunk
 from headrace.kernels.moe import Experts, gated_reference
 from headrace.kernels.moe_route import route_reference
 from headrace.kernels.norm import rms_norm_reference
@@ -34,6 +35,8 @@ class Inputs:
     """[in, in] fp32: the sum of x.T @ x; None: there were no tokens"""
     wanted: bool = False
     """What the linear is given now counts."""
+    fuses: bool = False
+    """No kernel takes note of it."""
 
     def add(self, x: Tensor, out: Tensor | None = None) -> None:
         """Take x [tokens, in]. Nothing is added to `out`, as adapters would do."""
@@ -44,6 +47,9 @@ class Inputs:
             self.squares = wide.T @ wide
         else:
             self.squares.addmm_(wide.T, wide)
+
+    def shrunk(self, x: Any) -> Shrunk:
+        raise NotImplementedError("no kernel takes note of what a linear is given")
 
     @cached_property
     def factor(self) -> Factor | None:

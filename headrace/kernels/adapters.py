@@ -1,25 +1,30 @@
 """Adds what low-rank adapters (LoRA, arXiv 2106.09685) make of a linear's input, to tokens with different ones or none.
 
-Adapters lie in slots of stacked memory, and each token names its slot. A program serves the tokens of one block that
-have one slot, and ends at once where there are none, so nothing is sorted, the host knows nothing, and a graph may
-hold both kernels. Work grows with an adapter's own rank, not with the rank that memory is laid out for. A token's
-outputs do not depend on how many tokens there are.
+Adapters lie in slots of stacked memory, and each token names its slot. Of a block of tokens, one program multiplies
+those that have its slot by first matrices (shrink), so nothing is sorted, the host knows nothing, and a graph may hold
+the kernels. The product of second matrices is added where outputs are: by the kernel of the linear itself, if it is one
+of ours for few tokens (kernels/gemm_epilogue.py), or by a kernel of its own (expand). Work grows with an adapter's own
+rank, not with the rank that memory is laid out for. A token's outputs do not depend on how many tokens there are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import overlap, tl, triton, wait_before_next, wait_for_inputs
+from headrace.kernels.gemm_epilogue import add_adapters
 
 RANK_STEP = 16
 """Memory is laid out for ranks that are multiples of this, for the matrix units."""
-BLOCK_TOKENS, BLOCK_INPUTS, BLOCK_OUTPUTS = 32, 128, 128
-MOST_SPLITS = 8
-"""Parts into which inputs are divided, so that few tokens keep a GPU busy; their sums are added in order"""
+BLOCK_TOKENS, BLOCK_INPUTS, BLOCK_OUTPUTS = 64, 128, 64
+MOST_SPLITS, FEW_SLOTS = 8, 16
+"""Parts into which inputs are divided, so that few tokens keep a GPU busy, fewer if there are more slots than so many;
+their sums are added in order"""
+TOGETHER = 32
+"""columns of second matrices, of several slots, that are multiplied at once"""
 
 
 class AdapterWeights(NamedTuple):
@@ -41,6 +46,39 @@ class AdapterWeights(NamedTuple):
         """The rank that memory is laid out for."""
         return self.b.shape[2]
 
+    @property
+    def block(self) -> int:
+        """The rows of first matrices, of one part, that are multiplied at once."""
+        return next(block for block in (64, 32, RANK_STEP) if self.rank % block == 0)
+
+
+class Shrunk(NamedTuple):
+    """Holds a linear's input times each token's first matrices, for the kernel that computes the linear."""
+
+    h: Tensor
+    """as `shrink_adapters` returns it"""
+    slots: Tensor
+    weights: AdapterWeights
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Return what `add_adapters` reads."""
+        return self.h, self.slots, self.weights.b, self.weights.ranks, self.weights.starts
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return what it is compiled for."""
+        held = self.weights
+        sizes = {"SPLITS": self.h.shape[0], "SEATS": len(held.sizes), "RANK": held.rank}
+        return {**sizes, "BLOCK_R": held.block, "TOGETHER": max(1, TOGETHER // held.block)}
+
+
+def told_of(adapters: Shrunk | None) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
+    """Return the arguments and the options of a kernel that adds adapters, or none."""
+    if adapters is None:
+        return (None,) * 5, {"SPLITS": 0, "SEATS": 0, "RANK": 0, "BLOCK_R": 0, "TOGETHER": 0}
+    return adapters.arguments, adapters.options
+
 
 @triton.jit
 def _shrink_kernel(
@@ -48,53 +86,48 @@ def _shrink_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by first matrices; grid (blocks of tokens, slots, splits x blocks of ROWS)."""
-    wait_for_inputs(OVERLAP)
+    """Multiply by first matrices; grid (blocks of tokens, slots, splits x blocks of ROWS). A program whose slot no
+    token has, or whose rows lie beyond its rank, takes no turn of the loop: it has no product under a condition."""
+    wait_before_next(OVERLAP)  # the linear itself reads x before it waits for this kernel
     slot, split = tl.program_id(1), tl.program_id(2) // (ROWS // BLOCK_R)
     row = tl.program_id(2) % (ROWS // BLOCK_R) * BLOCK_R
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mine = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
-    if (tl.max(mine.to(tl.int32), 0) > 0) & (row % RANK < tl.load(ranks_ptr + slot)):
-        rows = row + tl.arange(0, BLOCK_R)
-        of_rows = a_ptr + (slot.to(tl.int64) * ROWS + rows[:, None]) * inputs
-        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for first in range(split * split_inputs, tl.minimum((split + 1) * split_inputs, inputs), BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            inside = k < inputs
-            x = tl.load(x_ptr + token[:, None] * x_stride + k, mask=mine[:, None] & inside, other=0.0)
-            a = tl.load(of_rows + k, mask=inside, other=0.0)
-            acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-        tl.store(h_ptr + (split * num_tokens + token[:, None]) * ROWS + rows, acc, mask=mine[:, None])
+    mine = mine & (row % RANK < tl.load(ranks_ptr + slot))
+    start = split * split_inputs
+    end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.minimum(start + split_inputs, inputs), start)
+    rows = row + tl.arange(0, BLOCK_R)
+    of_rows = a_ptr + (slot.to(tl.int64) * ROWS + rows[:, None]) * inputs
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for first in range(start, end, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        x = tl.load(x_ptr + token[:, None] * x_stride + k, mask=mine[:, None] & inside, other=0.0)
+        a = tl.load(of_rows + k, mask=inside, other=0.0)
+        acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+    tl.store(h_ptr + (split * num_tokens + token[:, None]) * ROWS + rows, acc, mask=mine[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
-    h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, out_ptr, out_stride, num_tokens, outputs,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    out_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, out_stride, num_tokens, outputs,
+    SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by second matrices and add to outputs; grid (blocks of tokens, slots, blocks of outputs x PARTS)."""
+    """Multiply by second matrices and add to outputs; grid (blocks of tokens, blocks of outputs)."""
     wait_for_inputs(OVERLAP)
-    slot, part = tl.program_id(1), tl.program_id(2) % PARTS
-    first = tl.load(starts_ptr + part) + tl.program_id(2) // PARTS * BLOCK_N
-    end, rank = tl.load(starts_ptr + part + 1), tl.load(ranks_ptr + slot)
-    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
-    if (tl.max(mine.to(tl.int32), 0) > 0) & (first < end) & (rank > 0):
-        column, r = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-        inside = (column < end)[:, None]
-        of_columns = b_ptr + (slot.to(tl.int64) * outputs + column[:, None]) * RANK
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, rank, BLOCK_R):
-            h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for split in tl.static_range(SPLITS):
-                of_split = h_ptr + (split * num_tokens + token[:, None]) * (PARTS * RANK) + part * RANK
-                h += tl.load(of_split + step + r, mask=mine[:, None], other=0.0)
-            b = tl.load(of_columns + step + r, mask=inside, other=0.0)
-            acc = tl.dot(h.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-        places, held = out_ptr + token[:, None] * out_stride + column, mine[:, None] & (column < end)
-        out = tl.load(places, mask=held, other=0.0).to(tl.float32) + acc
-        tl.store(places, out.to(out_ptr.dtype.element_ty), mask=held)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_in = row < num_tokens
+    acc = add_adapters(
+        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, column,
+        num_tokens, outputs, False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+    )  # fmt: skip
+    slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    changed = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0) > 0
+    places, held = out_ptr + row.to(tl.int64)[:, None] * out_stride + column, changed[:, None] & (column < outputs)
+    out = tl.load(places, mask=held, other=0.0).to(tl.float32) + acc
+    tl.store(places, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
 def shrink_adapters(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor:
@@ -105,11 +138,10 @@ def shrink_adapters(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor
     beyond an adapter's rank.
     """
     num_slots, rows, inputs = weights.a.shape
-    num_tokens, rank = x.shape[0], weights.rank
-    splits = max(1, min(MOST_SPLITS, inputs // (4 * BLOCK_INPUTS)))
+    num_tokens, rank, block = x.shape[0], weights.rank, weights.block
+    splits = max(1, min(MOST_SPLITS, inputs // (4 * BLOCK_INPUTS), MOST_SPLITS * FEW_SLOTS // num_slots))
     h = torch.empty(splits, num_tokens, rows, dtype=torch.float32, device=x.device)
     if num_tokens:
-        block = next(block for block in (64, 32, RANK_STEP) if rank % block == 0)
         split_inputs = -(-inputs // (splits * BLOCK_INPUTS)) * BLOCK_INPUTS
         _shrink_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, splits * (rows // block))](
             x, slots, weights.a, weights.ranks, h, x.stride(0), num_tokens, inputs, split_inputs,
@@ -121,14 +153,12 @@ def shrink_adapters(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor
 def expand_adapters(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeights) -> None:
     """Add to out # [num_tokens, at least outputs], whose rows are contiguous, what `shrink_adapters` made times each
     token's second matrices."""
-    splits, num_tokens, _ = h.shape
-    num_slots, outputs, rank = weights.b.shape
-    parts, widest = len(weights.sizes), max(1, *weights.sizes)
+    num_tokens, outputs = h.shape[1], sum(weights.sizes)
+    options: dict[str, Any] = Shrunk(h, slots, weights).options
     if num_tokens:
-        _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, -(-widest // BLOCK_OUTPUTS) * parts)](
-            h, slots, weights.b, weights.ranks, weights.starts, out, out.stride(0), num_tokens, outputs,
-            SPLITS=splits, PARTS=parts, RANK=rank, BLOCK_M=BLOCK_TOKENS, BLOCK_N=BLOCK_OUTPUTS, BLOCK_R=RANK_STEP,
-            num_warps=4, num_stages=1, **overlap(),
+        _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), -(-outputs // BLOCK_OUTPUTS))](
+            out, *Shrunk(h, slots, weights).arguments, out.stride(0), num_tokens, weights.b.shape[1],
+            BLOCK_M=BLOCK_TOKENS, BLOCK_N=BLOCK_OUTPUTS, num_warps=4, **options, **overlap(),
         )  # fmt: skip
 
 

@@ -25,9 +25,10 @@ from headrace.kernels._triton import (
     wait_for_inputs,
 )
 from headrace.kernels.activation import GATES
+from headrace.kernels.adapters import Shrunk, expand_adapters_reference, told_of
 from headrace.kernels.fp8 import NarrowWeight, Quantized
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
-from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated, add_product, finish, gated_row
+from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated, add_adapters, add_product, finish, gated_row
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.tiled import ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import launch_tiled
@@ -64,11 +65,14 @@ def _outer(of_weight, of_x, SWAP: tl.constexpr):
 def _dots(
     weight_ptr, x_ptr, scale_ptr, x_scale_ptr, weight_row, row, row_in, K, groups, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32. Scales of
     blocks multiply the sums of each, while the matrix units work on the next; they are the caller's to apply if there
-    are none (SCALE_ROWS 0)."""
+    are none (SCALE_ROWS 0). EARLY: x was written before the kernel in front, which is not waited for, but may not be
+    in this processor's own cache."""
+    WAITS: tl.constexpr = OVERLAP and not EARLY
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     WIDTH: tl.constexpr = BLOCK_K if SCALE_ROWS == 0 else min(BLOCK_K, GROUP)
     k = tl.arange(0, WIDTH)
     weight_ptrs = weight_ptr + weight_row.to(tl.int64)[:, None] * K + k[None, :]
@@ -83,13 +87,14 @@ def _dots(
         for ahead in tl.static_range(0, BLOCK_K, WIDTH):
             if EVEN_K:
                 weight = tl.load(weight_ptrs + block + ahead)
-                waited = after_inputs(block, BLOCK_K, OVERLAP)
-                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0)
+                waited = after_inputs(block, BLOCK_K, WAITS)
+                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0, cache_modifier=CACHE)
             else:
                 inside = (block + ahead + k < K)[None, :]
                 weight = tl.load(weight_ptrs + block + ahead, mask=inside, other=0.0)
-                waited = after_inputs(block, BLOCK_K, OVERLAP)
-                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None] & inside, other=0.0)
+                waited = after_inputs(block, BLOCK_K, WAITS)
+                x_in = row_in[:, None] & inside
+                x = tl.load(x_ptrs + waited + ahead, mask=x_in, other=0.0, cache_modifier=CACHE)
             if SCALE_ROWS == 0:
                 acc = add_product(weight.to(x.dtype), x, acc, SWAP)
             else:
@@ -98,7 +103,7 @@ def _dots(
                 group = tl.minimum((block + ahead) // GROUP, groups - 1)
                 scale = tl.load(scale_ptr + weight_row // SCALE_ROWS * groups + group)
                 group = tl.minimum((waited + ahead) // GROUP, groups - 1)
-                x_scale = tl.load(x_scale_ptr + row * groups + group, mask=row_in, other=0.0)
+                x_scale = tl.load(x_scale_ptr + row * groups + group, mask=row_in, other=0.0, cache_modifier=CACHE)
     if SCALE_ROWS > 0:
         acc += part * _outer(scale, x_scale, SWAP)
     return acc.to(tl.float32)
@@ -126,6 +131,11 @@ def _skinny_kernel(
     x_group_scale_ptr,
     x_zero_ptr,
     weight_sums_ptr,
+    h_ptr,
+    slots_ptr,
+    b_ptr,
+    ranks_ptr,
+    starts_ptr,
     num_tokens,
     x_stride,
     BLOCK_M: tl.constexpr,
@@ -139,6 +149,11 @@ def _skinny_kernel(
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SEATS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    TOGETHER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
@@ -153,12 +168,18 @@ def _skinny_kernel(
     acc = _dots(
         weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
         BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, AHEAD, OVERLAP,
+        h_ptr is not None,
     )  # fmt: skip
     wait_for_inputs(OVERLAP)
+    if h_ptr is not None:
+        acc = add_adapters(
+            acc, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N, SWAP, SPLITS,
+            SEATS, RANK, BLOCK_R, TOGETHER,
+        )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
     finish(
-        acc, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
+        acc, None, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
         weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts,
         eps, GATED, BLOCK_N, PARTS,
     )  # fmt: skip
@@ -308,6 +329,7 @@ def skinny_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
+    adapters: Shrunk | None = None,
 ) -> Any:
     """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32 or int32.
 
@@ -316,7 +338,9 @@ def skinny_linear(
     quantized. `gated`: the result is activation(first half) * second half [T, N / 2]. `residual` [T, N], contiguous:
     the result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there
     are a residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many
-    tokens are computed in bands, without a half norm.
+    tokens are computed in bands, without a half norm. `adapters`: what they make of x (of its `scaled`, if it is
+    HalfNormed), which the kernel in front of this one has computed; x is then not Quantized, and one token is computed
+    by the matrix units.
     """
     num_tokens, k = x.shape
     n = weight.out_features if isinstance(weight, TiledWeight) else weight.shape[0]
@@ -344,10 +368,13 @@ def skinny_linear(
         return result
     kind = ACTIVATIONS[activation] if gated else 0
     options: dict[str, Any] = {"GATED": kind, "PARTS": next_power_of_2(parts), **overlap()}
+    of_adapters, kinds = told_of(adapters)
     if isinstance(weight, TiledWeight):
-        multiply = launch_tiled_vector if config.block_m == 1 else launch_tiled
         tensors = (out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following)
-        multiply(programs, x, weight, tensors, parts, eps, config, options)
+        if config.block_m == 1:
+            launch_tiled_vector(programs, x, weight, tensors, parts, eps, config, options)
+        else:
+            launch_tiled(programs, x, weight, tensors, of_adapters, parts, eps, config, options | kinds)
         return result
     values, scales, group_scales, groups = weight, None, None, 1
     options |= {"EVEN_K": k % config.block_k == 0, "GROUP": 0, "SCALE_ROWS": 0}
@@ -370,10 +397,10 @@ def skinny_linear(
     ahead = 0 if gated else max(0, min((config.num_stages - 1) // 2, k // config.block_k - 1)) * config.block_k
     grid = (programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
     _skinny_kernel[grid](
-        *arguments, *of_tokens, num_tokens, x.stride(0),
+        *arguments, *of_tokens, *of_adapters, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
         BAND=0 if len(grid) == 2 else BAND, AHEAD=ahead, num_warps=config.num_warps,
-        num_stages=config.num_stages, **options,
+        num_stages=config.num_stages, **kinds, **options,
     )  # fmt: skip
     return result
 
@@ -390,9 +417,11 @@ def skinny_linear_reference(
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
+    adapters: Shrunk | None = None,
 ) -> Any:
+    factor: Tensor | float = 1.0
     if isinstance(x, HalfNormed):
-        dtype = dtype or x.x.dtype
+        dtype, factor = dtype or x.x.dtype, x.factor(eps)
         x = x.normed(eps)
     elif isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
@@ -401,6 +430,10 @@ def skinny_linear_reference(
     else:
         wide = weight.dequantize() if isinstance(weight, NarrowWeight) else weight.dequantize(torch.float32)
     out = F.linear(x.float(), wide)
+    if adapters is not None:
+        delta = torch.zeros_like(out)
+        expand_adapters_reference(delta, *adapters)
+        out += delta * factor
     out = out if bias is None else out + bias.float()
     if gated:
         gate, up = out.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Holds what linears over few tokens do with their sums: scales, bias, activation, residual, half a norm."""
+"""Holds what linears over few tokens do with their sums: scales, adapters, bias, activation, residual, half a norm."""
 
 from __future__ import annotations
 
@@ -65,13 +65,49 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
+def add_adapters(
+    acc, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N,
+    SWAP: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Return acc plus what each token's adapter makes of `h` (kernels/adapters.py) for the weight's rows `weight_row`,
+    in the form of `add_product`. TOGETHER slots are multiplied at once, by numbers that are zeros for the tokens of
+    others, so that no product stands under a condition. Of slots that none of these tokens has nothing is loaded."""
+    ROWS: tl.constexpr = row.shape[0]
+    slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+    last = tl.max(slot, axis=0) + 1
+    r, lane = tl.arange(0, BLOCK_R), tl.arange(0, TOGETHER * BLOCK_R)
+    for seat in tl.static_range(SEATS):
+        inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
+        for step in tl.static_range(0, RANK, BLOCK_R):
+            h_ptrs = h_ptr + row.to(tl.int64)[:, None] * (SEATS * RANK) + (seat * RANK + step + r)[None, :]
+            of_rank = (step + r)[None, :] < rank[:, None]
+            h = tl.zeros([ROWS, BLOCK_R], tl.float32)
+            for split in tl.static_range(SPLITS):
+                h += tl.load(h_ptrs + split * num_tokens.to(tl.int64) * (SEATS * RANK), mask=of_rank, other=0.0)
+            h = h.to(b_ptr.dtype.element_ty)
+            h = tl.reshape(tl.broadcast_to(h[:, None, :], [ROWS, TOGETHER, BLOCK_R]), [ROWS, TOGETHER * BLOCK_R])
+            for first in range(0, last, TOGETHER):
+                of = first + lane // BLOCK_R
+                own = slot[:, None] == of[None, :]
+                used = tl.max(own.to(tl.int32), axis=0) > 0
+                b_ptrs = b_ptr + (of.to(tl.int64) * N)[None, :] * RANK + (step + lane % BLOCK_R)[None, :]
+                b_ptrs = b_ptrs + weight_row.to(tl.int64)[:, None] * RANK
+                b = tl.load(b_ptrs, mask=inside[:, None] & used[None, :], other=0.0)
+                acc = add_product(b, tl.where(own, h, 0.0), acc, SWAP)
+    return acc
+
+
+@triton.jit
 def finish(
-    acc, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
+    acc, delta, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
     weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps,
     GATED: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of tokens `row` and the weight's rows `weight_row`, given their sums # [tokens, rows] fp32,
-    which are those of block `across`. GATED: the first half of each PAIRED rows gates the second."""
+    which are those of block `across`, and what is added to them once they are scaled, if anything is. GATED: the first
+    half of each PAIRED rows gates the second."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     weight_row_in = weight_row < N
@@ -82,6 +118,8 @@ def finish(
         acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
     if x_scale_ptr is not None:
         acc *= tl.load(x_scale_ptr + row, mask=row_in, other=0.0)[:, None]
+    if delta is not None:
+        acc += delta
     if squares_ptr is not None:
         acc *= _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS)[:, None]
     if bias_ptr is not None:

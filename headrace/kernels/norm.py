@@ -163,9 +163,13 @@ class HalfNormed(NamedTuple):
     def shape(self) -> torch.Size:
         return self.x.shape
 
+    def factor(self, eps: float) -> Tensor:
+        """Return the factor of each row # [num_tokens, 1] fp32."""
+        return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.shape[1] + eps)
+
     def normed(self, eps: float) -> Tensor:
         """Return the norm in fp32."""
-        return self.scaled.float() * torch.rsqrt(self.squares.sum(1, keepdim=True) / self.shape[1] + eps)
+        return self.scaled.float() * self.factor(eps)
 
 
 def half_normed_over(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import after_inputs, into_l2, pairs_in_registers, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.kernels.gemm_epilogue import finish
+from headrace.kernels.gemm_epilogue import add_adapters, finish
 from headrace.kernels.tiled import BLOCK, BYTES, LANES, ROWS, TiledWeight, runs_of
 from headrace.kernels.tiled_codes import unpacked
 
@@ -247,12 +247,13 @@ def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.c
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_kernel(
     out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
-    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, N, K, tiles, words_step, parts, eps, num_tokens,
-    x_stride,
+    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, N, K,
+    tiles, words_step, parts, eps, num_tokens, x_stride,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
-    ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    ASM: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS by BLOCK_M tokens; grid (outputs, parts of the inputs, tokens)."""
     if OVERLAP:
@@ -271,13 +272,19 @@ def _tiled_kernel(
     wait_for_inputs(OVERLAP)
     weight_row = row_of(tile * _ROWS + tl.arange(0, OUTPUTS), N, GATED)
     acc = tl.trans(acc)
+    delta = None
+    if h_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
+        delta = add_adapters(
+            tl.zeros_like(acc), h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N,
+            False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+        )  # fmt: skip
     sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     acc, done = sum_of_parts(acc, row_in, tl.program_id(1), sharers, parts_ptr, arrived_ptr, SPLIT)
     if done:
         finish(
-            acc, tl.program_id(0), row, row_in, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
-            residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps, GATED,
-            _ROWS, PARTS,
+            acc, delta, tl.program_id(0), row, row_in, weight_row, out_ptr, bias_ptr, None, None, None,
+            weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K,
+            parts, eps, GATED, _ROWS, PARTS,
         )  # fmt: skip
 
 
@@ -299,21 +306,22 @@ def launch_tiled(
     x: Tensor,
     weight: TiledWeight,
     tensors: tuple[Tensor | None, ...],
+    of_adapters: tuple[Tensor | None, ...],
     parts: int,
     eps: float,
     config: GemmConfig,
     options: dict[str, Any],
 ) -> None:
     """Do what gemm.py's skinny_linear describes, by `programs` for all outputs. `tensors`: the kernel's first ones,
-    from the output to what the next norm needs."""
+    from the output to what the next norm needs. `of_adapters`: what `add_adapters` reads."""
     num_tokens, k = x.shape
     tokens = -(-num_tokens // config.block_m)
     sums: Tensor | None = None
     if config.split > 1:
         sums = x.new_empty((programs * tokens, config.split, config.block_m, config.block_n), dtype=torch.float32)
     _tiled_kernel[(programs, config.split, tokens)](
-        *tensors, sums, weight.arrived, weight.out_features, k, len(weight.codes), weight.words_step, parts, eps,
-        num_tokens, x.stride(0),
+        *tensors, sums, weight.arrived, *of_adapters, weight.out_features, k, len(weight.codes), weight.words_step,
+        parts, eps, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, OUTPUTS=config.block_n, BLOCKS=config.block_k // BLOCK, SPLIT=config.split,
         STAGES=config.num_stages, **describe(weight),
         EVEN_K=k % config.block_k == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **options,

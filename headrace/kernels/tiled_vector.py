@@ -259,9 +259,9 @@ def _tiled_vector_kernel(
         column = program * (OUTPUTS // 2) + output % (OUTPUTS // 2)
         weight_row = tl.where(column < N // 2, column + output // (OUTPUTS // 2) * (N // 2), N)
     finish(
-        together(totals), program, one, one == 0, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
-        residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps, GATED, OUTPUTS,
-        PARTS,
+        together(totals), None, program, one, one == 0, weight_row, out_ptr, bias_ptr, None, None, None,
+        weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts,
+        eps, GATED, OUTPUTS, PARTS,
     )  # fmt: skip
 
 

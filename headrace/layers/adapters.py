@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.adapters import RANK_STEP, AdapterWeights
+from headrace.errors import CheckpointError
+from headrace.kernels.adapters import RANK_STEP, AdapterWeights, Shrunk
 from headrace.kernels.fp8 import Quantized
+from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import KernelTable
 from headrace.layers.embedding import VocabParallelEmbedding
 from headrace.layers.linear import Linear
@@ -40,15 +42,20 @@ class Loaded:
 class Seat:
     """Holds the adapters of one linear, or of the embedding."""
 
-    def __init__(self, owner: Adapters, weights: AdapterWeights, parts: list[tuple[list[str], Part, int]]) -> None:
-        """`parts`: names of the linear's parts, each with where it is in the weight, and with how many rows come before
-        it in the tensors of all parts together."""
-        self.owner, self.weights, self.parts = owner, weights, parts
+    def __init__(
+        self, owner: Adapters, number: int, weights: AdapterWeights, parts: list[tuple[list[str], Part, int]]
+    ) -> None:
+        """`number`: its place among the owner's seats. `parts`: names of the linear's parts, each with where it is in
+        the weight, and with how many rows come before it in the tensors of all parts together."""
+        self.owner, self.number, self.weights, self.parts = owner, number, weights, parts
+
+    fuses = True
 
     @property
     def wanted(self) -> bool:
-        """Tell whether tokens of this step have adapters."""
-        return self.owner.slots is not None
+        """Tell whether tokens of this step have adapters, some of which change this linear."""
+        owner = self.owner
+        return owner.slots is not None and (owner.used is None or self.number in owner.used)
 
     def add(self, x: Any, out: Tensor) -> None:
         """Add to out # [num_tokens, outputs] what the adapters make of x # [num_tokens, inputs], which may be
@@ -57,6 +64,13 @@ class Seat:
         assert slots is not None
         x = x.dequantize(self.weights.a.dtype) if isinstance(x, Quantized) else x
         kernels.expand_adapters(out, kernels.shrink_adapters(x, slots, self.weights), slots, self.weights)
+
+    def shrunk(self, x: Any) -> Shrunk:
+        """Return what the kernel is to add that multiplies x # [num_tokens, inputs], which may be HalfNormed."""
+        slots = self.owner.slots
+        assert slots is not None
+        x = x.scaled if isinstance(x, HalfNormed) else x
+        return Shrunk(self.owner.kernels.shrink_adapters(x, slots, self.weights), slots, self.weights)
 
     def add_rows(self, ids: Tensor, out: Tensor) -> None:
         """Add the same where x is the row of a unit matrix, `ids` saying which: for an embedding."""
@@ -67,7 +81,8 @@ class Seat:
 
     def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> tuple[Tensor, Tensor, int] | None:
         """Return this seat's A, B and rank of an adapter; None: it does not change the linear."""
-        a, b = torch.zeros(self.weights.a.shape[1:]), torch.zeros(self.weights.b.shape[1:])
+        dtype = self.weights.a.dtype
+        a, b = (torch.zeros(one.shape[1:], dtype=dtype) for one in (self.weights.a, self.weights.b))
         room, most = self.weights.rank, 0
         for place, (names, part, before) in enumerate(self.parts):
             for name, first in zip(names, (0, before), strict=False):
@@ -76,9 +91,12 @@ class Seat:
                 rows, every = slice(first + part.rows.start, first + part.rows.stop), slice(0, change.rank)
                 of_a, of_b = tensor(change.a, every, part.columns), tensor(change.b, rows, every)
                 a[place * room : place * room + change.rank, : of_a.shape[1]] = of_a
-                b[part.offset : part.offset + of_b.shape[0], : change.rank] = of_b.float() * change.scale
+                scaled = of_b if change.scale == 1.0 else of_b.float() * change.scale
+                b[part.offset : part.offset + of_b.shape[0], : change.rank] = scaled
                 most = max(most, change.rank)
-        return (a.to(self.weights.a.dtype), b.to(self.weights.b.dtype), most) if most else None
+        if dtype == torch.float16 and not all(bool(one.isfinite().all()) for one in (a, b)):
+            raise CheckpointError(f"the adapter of {self.parts[0][0][-1]} has numbers that are too large for float16")
+        return (a, b, most) if most else None
 
 
 @dataclass
@@ -96,6 +114,9 @@ class Adapters:
     """[num_tokens] int32: the slot of each token that is computed now, negative for one without an adapter; None: no
     token has one"""
     seats: list[Seat] = field(default_factory=list)
+    used: set[int] | None = None
+    """numbers of the seats that an adapter has changed: others stay as if there were none. None: no adapter has been
+    put yet, and steps that measure count on all"""
 
     def seat(self, path: str, layer: Any) -> None:
         """Give a linear, or the embedding, a seat; other layers have none. To be called before `finalize`."""
@@ -118,13 +139,18 @@ class Adapters:
         a = torch.zeros(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device=self.device)
         b = torch.zeros(self.num_slots, outputs, rank, dtype=self.dtype, device=self.device)
         ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
-        self.seats.append(Seat(self, AdapterWeights(a, b, ranks, starts, sizes), parts))
+        self.seats.append(Seat(self, len(self.seats), AdapterWeights(a, b, ranks, starts, sizes), parts))
         return self.seats[-1]
 
     @property
     def num_bytes(self) -> int:
         """The memory that all slots take."""
         return sum(one.numel() * one.element_size() for seat in self.seats for one in seat.weights[:2])
+
+    @property
+    def num_used(self) -> int:
+        """How many seats steps with adapters compute with. It only grows, and what they launch follows from it."""
+        return len(self.seats) if self.used is None else len(self.used)
 
     @contextmanager
     def applied(self, slots: Tensor | None) -> Iterator[None]:
@@ -150,6 +176,7 @@ class Adapters:
 
     def put(self, slot: int, loaded: Loaded) -> None:
         """Copy an adapter into a slot, behind all that the device has been given to do."""
+        self.used = (self.used or set()) | loaded.weights.keys()
         for number, seat in enumerate(self.seats):
             held = seat.weights
             held.ranks[slot].copy_(loaded.ranks[number], non_blocking=True)

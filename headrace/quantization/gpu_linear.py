@@ -126,24 +126,29 @@ def by_table(
     dtype: torch.dtype | None = None,
     inputs: Callable[[Tensor], Tensor] | None = None,
 ) -> Compute:
-    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`, as
-    where adapters add to the product. A
+    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. To
+    one token adapters are added as to several, by the matrix units; they are given activations that are not rounded,
+    so that who rounds these leaves them to `many`. A
     NarrowWeight has outputs of `dtype`, and `quantize`, which makes the input of its type (and norms it, where that is
     fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact, also with
     static scales, which cut off what lay outside of what a tool saw. `inputs`: makes of (normed) activations, column by
     column, those that the weight is multiplied by; None: they are."""
     most = len(table) - 1
     gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
+    addend = fused.addend
 
     def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
-        config = None if tokens > most or fused.apart else table[tokens]
+        adapted = addend is not None and addend.wanted
+        beyond = tokens > most or (adapted and addend is not None and not (addend.fuses and quantize is None))
+        config = None if beyond else table[max(tokens, 2) if adapted else tokens]
         if config is None or (config.block_m == 1 and isinstance(x, Quantized)):
             return many(x, residual)
         if quantize is not None and config.block_m > 1 and not isinstance(x, Quantized):
             x = quantize(x)
         elif norm is not None and not isinstance(x, (HalfNormed, Quantized)):
             x = norm(x)
+        adapters = addend.shrunk(x) if adapted and addend is not None else None
         if inputs is not None:
             x = x._replace(scaled=inputs(x.scaled)) if isinstance(x, HalfNormed) else inputs(x)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
@@ -158,6 +163,7 @@ def by_table(
             residual=residual,
             eps=eps,
             next_norm=following,
+            adapters=adapters,
         )
 
     return compute
@@ -169,9 +175,13 @@ def by_library(weight: Tensor, bias: Tensor | None, fused: FusedOps) -> Compute:
     adds = bias is None and fused.activation is None
 
     def compute(x: Any, residual: Tensor | None) -> Any:
-        if residual is None or not adds or fused.apart:
+        if residual is None or not adds:
             return plain(x, residual)
-        return residual.addmm_(x if norm is None else norm(x), transposed)
+        x = x if norm is None else norm(x)
+        residual.addmm_(x, transposed)
+        if fused.apart and fused.addend is not None:
+            fused.addend.add(x, residual)
+        return residual
 
     return compute
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from headrace.kernels.adapters import Shrunk
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import Unsummed
@@ -48,6 +49,13 @@ class Addend(Protocol):
     def add(self, x: Any, out: Tensor) -> None:
         """Add to out # [num_tokens, outputs] what is made of x # [num_tokens, inputs], which may be Quantized."""
 
+    @property
+    def fuses(self) -> bool:
+        """Tell whether a kernel may add it by itself, given what `shrunk` returns."""
+
+    def shrunk(self, x: Any) -> Shrunk:
+        """Return what the kernel is to add that multiplies x, which may be HalfNormed or Quantized; it comes next."""
+
 
 @dataclass(frozen=True)
 class FusedOps:
@@ -65,7 +73,8 @@ class FusedOps:
     """[out_features]: weight of the norm that reads the sum with the residual, if the layer behind that norm takes the
     sum HalfNormed or Unsummed; None: the sum is handed on whole"""
     addend: Addend | None = None
-    """what adds to the product before the activation, given the (normed) input; steps that want it fuse nothing"""
+    """what adds to the product before the activation, given the (normed) input; kernels that cannot add it by
+    themselves fuse nothing in steps that want it"""
     activation: Callable[[Tensor], Any] | None = None
     """outputs -> gate(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
     gate: str = "silu"
@@ -81,7 +90,7 @@ class FusedOps:
 
     @property
     def apart(self) -> bool:
-        """Tell whether this step fuses nothing, because adapters add to products."""
+        """Tell whether adapters add to products in this step."""
         return self.addend is not None and self.addend.wanted
 
     def wrap(self, multiply: Multiply) -> Compute:

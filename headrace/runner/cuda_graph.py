@@ -43,8 +43,9 @@ class Shape(NamedTuple):
     num_tokens: int
     alone: bool = False
     """the step is one whole prompt, of which nothing was computed before, and one request of padding"""
-    adapted: bool = False
-    """requests have adapters, which other requests' graphs do not add"""
+    adapted: int = 0
+    """places of the model that the requests' adapters may change, none of which other graphs change; 0: there are no
+    adapters"""
 
     @property
     def size(self) -> str:
@@ -263,9 +264,9 @@ class StepGraphs:
         """Return the tokens of the smallest graph for so many; where there is none, `num_tokens`."""
         return min((size for size in self._token_sizes if size >= num_tokens), default=num_tokens)
 
-    def shape_of(self, step: SchedulerOutput, adapted: bool = False, rows: int = 0) -> Shape | None:
-        """Return what the step is padded to; None: it runs eagerly. `adapted`: it has requests with adapters. `rows`:
-        it must have so many tokens then, as other engines take it with so many; 0: any number.
+    def shape_of(self, step: SchedulerOutput, adapted: int = 0, rows: int = 0) -> Shape | None:
+        """Return what the step is padded to; None: it runs eagerly. `adapted`: as in Shape. `rows`: it must
+        have so many tokens then, as other engines take it with so many; 0: any number.
 
         In a step of decodes every request runs one token and its drafts, and samples. (Prompt logprobs are never wanted
         after a token that samples.)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,12 +22,13 @@ from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.activation import GATES
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
-from headrace.kernels.cases import relative_error, written
+from headrace.kernels.cases import made_up_adapters, relative_error, written
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_reference
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.norm import HalfNormed, summed
 from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.layers.adapters import Seat
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.mlp import GatedMLP
@@ -205,15 +207,31 @@ def _by_library(table: GemmTable, low: int, bucket: int) -> str:
 
 
 def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: GemmTable) -> float:
-    """Compare the layers themselves with plain products of the same weights in float32; 0 where `table` leaves the
-    products to the library. The input of a linear that rounds it is rounded already, hence normed too."""
+    """Compare the layers themselves with plain products of the same weights in float32, also with made-up adapters
+    where there may be some; 0 where `table` leaves the products to the library. The input of a linear that rounds it is
+    rounded already, hence normed too."""
     worst, config = 0.0, table[tokens]
     for layer in layers if config is not None else ():
         x: Any = subject.inputs.random(tokens, layer.spec.in_features)
         if layer.rounding is not None and config is not None and config.block_m > 1:
             x = quantize_reference(x, layer.rounding)
         worst = max(worst, _error_of(subject, layer, x))
+        if tokens > 1 and isinstance(seat := layer.fused.addend, Seat):  # one token is computed as several are
+            with _adapted(subject, seat, tokens):
+                worst = max(worst, _error_of(subject, layer, x))
     return worst
+
+
+@contextmanager
+def _adapted(subject: Subject, seat: Seat, tokens: int) -> Iterator[None]:
+    """Let a linear of so many tokens have made-up adapters within the context."""
+    held, inputs = seat.weights, subject.inputs
+    seat.weights = made_up_adapters(inputs, held.sizes, held.a.shape[2], held.rank)
+    try:
+        with seat.owner.applied(inputs.integers(-1, len(seat.weights.a), tokens, dtype=torch.int32)):
+            yield
+    finally:
+        seat.weights = held
 
 
 def _error_of(subject: Subject, layer: Linear, x: Any) -> float:
@@ -285,6 +303,11 @@ def _reference(layer: Linear, x: Any, to: Rounding | None = None) -> Tensor:
     out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
     if (bias := plain.get("bias")) is not None:
         out += bias.float()
+    if isinstance(seat := fused.addend, Seat) and seat.wanted:
+        slots = seat.owner.slots
+        assert slots is not None
+        h = REFERENCE_KERNELS.shrink_adapters(wide, slots, seat.weights)
+        REFERENCE_KERNELS.expand_adapters(out, h, slots, seat.weights)
     if layer.fused.activation is not None:
         gate, up = out.chunk(2, dim=-1)
         out = GATES[layer.fused.gate](gate) * up

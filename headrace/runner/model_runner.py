@@ -218,7 +218,7 @@ class ModelRunner:
         if graphs is not None and rows:
             rows = graphs.padded(rows)
         counted = self._loads.due
-        shape = None if graphs is None or counted else graphs.shape_of(step, self._is_adapted(step), rows)
+        shape = None if graphs is None or counted else graphs.shape_of(step, self._num_adapted(step), rows)
         self._exchange.begin(step.engine_tokens, rows)
         batch = self.batch_of(step, shape)
         if self._received is not None:
@@ -271,7 +271,7 @@ class ModelRunner:
         else:
             tokens, length = (None, shape.num_tokens // shape.num_reqs) if shape.decode else (shape.num_tokens, 1)
             batch = self.inputs.fill(step, shape.num_reqs, tokens, shape.kind == "piecewise", length)
-        if self._is_adapted(step):
+        if self._num_adapted(step):
             batch = replace(batch, adapted=True)
         if state.num_known is not None:
             self.kernels.settle_lengths(
@@ -333,9 +333,11 @@ class ModelRunner:
         with self._applied(self.state.adapter_slots[batch.sample_rows]):
             return self.model.compute_logits(sampled)
 
-    def _is_adapted(self, step: SchedulerOutput) -> bool:
-        """Tell whether requests of the step have adapters."""
-        return bool(self.state.adapted) and not self.state.adapted.keys().isdisjoint(step.rows)
+    def _num_adapted(self, step: SchedulerOutput) -> int:
+        """Return how many places of the model adapters may change, if requests of the step have any; else 0."""
+        if self.adapters is None or self.state.adapted.keys().isdisjoint(step.rows):
+            return 0
+        return self.adapters.adapters.num_used
 
     def _applied(self, slots: Tensor) -> AbstractContextManager[None]:
         """Return a context in which the model computes tokens with the adapters of `slots`."""

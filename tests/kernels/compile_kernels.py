@@ -514,8 +514,9 @@ def compile_recurrent(target):
             report(f"recurrent {kernel.__name__} {dtype} heads of {dim}", kernel, known)
 
 
-def compile_adapters():
-    """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest."""
+def compile_adapters(family):
+    """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest; and linears
+    that add them by themselves."""
     known, slots, ranks = set(), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
@@ -524,6 +525,24 @@ def compile_adapters():
         adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
         for kernel in (adapters._shrink_kernel, adapters._expand_kernel):
             report(f"adapters {kernel.__name__} {dtype} rank {rank} parts {parts}", kernel, known)
+        if dtype != torch.bfloat16 or (rank, parts) == (64, 1):
+            continue
+        given = adapters.Shrunk(h, slots, weights)
+        known |= {id(found) for kernel in (gemm._skinny_kernel, tiled_gemm._tiled_kernel) for found in compiled(kernel)}
+        outputs, gated = parts * 1024, parts == 1
+        for bucket in BUCKETS[1:] if SWEEP else (64,):
+            for config in one_of(CANDIDATES[family, 2, bucket], parts):
+                x, weight = torch.zeros(bucket, 4096).bfloat16(), torch.zeros(outputs, 4096).bfloat16()
+                gemm.skinny_linear(x, weight, None, config, gated=gated, adapters=given)
+                report(f"adapters {gemm._skinny_kernel.__name__} {config} rank {rank}", gemm._skinny_kernel, known)
+            for config in one_of(TILED[family, bucket], parts):
+                tile = tiled.tile(random_coded(outputs, 4096, **KINDS["int4 wide groups"]), dtype, gated)
+                gemm.skinny_linear(x, tile, None, config, gated=gated, adapters=given)
+                report(
+                    f"adapters {tiled_gemm._tiled_kernel.__name__} {config} rank {rank}",
+                    tiled_gemm._tiled_kernel,
+                    known,
+                )
 
 
 def compile_index(target):
@@ -557,4 +576,4 @@ if __name__ == "__main__":
     compile_narrow(sys.argv[1])
     compile_recurrent(sys.argv[1])
     compile_index(sys.argv[1])
-    compile_adapters()
+    compile_adapters(TARGETS[sys.argv[1]][0].backend)

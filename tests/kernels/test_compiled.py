@@ -36,12 +36,14 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)
     adapters = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("adapters")}
-    assert len(adapters) == 2
+    assert len(adapters) == 4
     latents = [entry for entry in found if entry["kernel"].startswith("latents")]
     assert len(latents) >= (8 if sweep else 5)
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200
     assert all(entry["spills"] <= 1024 for entry in latents)
-    assert [entry for entry in found if entry["spills"] and entry not in latents] == []
+    adapting = [entry for entry in found if entry["kernel"].startswith("adapters _skinny")]
+    assert all(entry["spills"] <= 16 for entry in adapting)  # bytes, behind the loop: those of 128 tokens have 8 to 15
+    assert [entry for entry in found if entry["spills"] and entry not in (*latents, *adapting)] == []
     linears = [entry for entry in found if entry["kernel"].startswith(("linear", "tiled linear"))]
     assert linears
     assert all(entry["early"] for entry in linears) or target != "sm_90", linears  # weights, beside the kernel in front

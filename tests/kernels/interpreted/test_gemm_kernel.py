@@ -4,6 +4,8 @@ import pytest
 import torch
 from arena import error
 
+from headrace.kernels.adapters import Shrunk, shrink_adapters_reference
+from headrace.kernels.cases import Inputs, made_up_adapters
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
 from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
@@ -140,3 +142,26 @@ def test_a_configuration_fits_its_bucket():
         packed = str(kind).endswith(" bits")  # whose codes may cost more to take apart than a token's products
         others = {1: 16 if packed else 1, 128: 64}
         assert all(config.block_m in (bucket, others.get(bucket)) for config in configs)
+
+
+@sampled(("dtype", "config", "gated"), TOLERANCE, CONFIGS[1:], (False, True))
+def test_adapters_are_added_to_the_product(config, dtype, gated):
+    """Of a fused linear, by slots that leave some out, to inputs that are half normed too, before gate or residual."""
+    make, sizes = Inputs(dtype, torch.device("cpu")), (20, 20) if gated else (17, 8, 15)
+    for rank in (16, 48):
+        tokens, inputs = 21, 64
+        weights = made_up_adapters(make, sizes, inputs, rank, slots=11)
+        slots = make.integers(-1, 11, tokens, dtype=torch.int32)
+        x, weight = torch.randn(tokens, inputs).to(dtype), torch.randn(40, inputs).to(dtype)
+        half = half_norm_reference(x, torch.randn(inputs).to(dtype))
+        for given in (x, half):
+            h = shrink_adapters_reference(given.scaled if given is half else given, slots, weights)
+            adapters = Shrunk(torch.cat((h / 4, h * 3 / 4)), slots, weights)
+            residual = None if gated else torch.randn(tokens, 40).to(dtype)
+            around = {"gated": gated, "eps": 1e-3, "adapters": adapters}
+            before = None if residual is None else residual.float()
+            expected = skinny_linear_reference(given, weight, None, dtype=torch.float32, residual=before, **around)
+            out = skinny_linear(given, weight, None, config, residual=residual, **around)
+            assert error(out, expected) <= TOLERANCE[dtype]
+            bare = skinny_linear_reference(given, weight, None, gated=gated, eps=1e-3)
+            assert error(out, bare) > 0.1

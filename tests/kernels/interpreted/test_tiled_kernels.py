@@ -5,8 +5,11 @@ import itertools
 import pytest
 import torch
 
+from headrace.kernels.adapters import Shrunk, shrink_adapters_reference
+from headrace.kernels.cases import Inputs, made_up_adapters
 from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.norm import half_norm_reference
 from headrace.kernels.tiled import tile
 from headrace.kernels.tiled_widen import widen_tiled, widen_tiled_reference
 from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
@@ -78,3 +81,19 @@ def test_widened(kind):
         torch.testing.assert_close(
             widen_tiled(weight, dtype), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0.0
         )
+
+
+@pytest.mark.parametrize("config", [WHOLE, SHARED], ids=["whole", "shared"])
+def test_adapters_are_added_to_the_product(config):
+    """By each program that has a share of the inputs, once; before the factor of a norm, and before the gate."""
+    make, inner, hidden = Inputs(torch.bfloat16, torch.device("cpu")), 80, 160
+    weight = made("int4 zeros", torch.bfloat16, 2 * inner, hidden, gated=True)
+    weights = made_up_adapters(make, (inner, inner), hidden, 16, slots=5)
+    slots, x = make.integers(-1, 5, 9, dtype=torch.int32), torch.randn(9, hidden).bfloat16()
+    half = half_norm_reference(x, torch.rand(hidden).bfloat16() + 0.5)
+    adapters = Shrunk(shrink_adapters_reference(half.scaled, slots, weights), slots, weights)
+    around = {"gated": True, "eps": 1e-5, "adapters": adapters}
+    wanted = skinny_linear_reference(half, weight, None, dtype=torch.float32, **around)
+    assert error(skinny_linear(half, weight, None, config, **around), wanted) <= 1e-2
+    bare = skinny_linear_reference(half, weight, None, dtype=torch.float32, gated=True, eps=1e-5)
+    assert error(bare, wanted) > 0.1
