@@ -12,6 +12,7 @@ kernels of their own, for few tokens in moe_vector.py, for more in moe_tiled.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ from headrace.kernels.norm import (
 )
 from headrace.kernels.tiled import TiledWeight
 
+Shared = Tensor | Callable[[Tensor], Tensor] | None
+"""The output of a shared expert # [T, hidden], or what computes it of the layer's input, normed; None: there is none"""
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
 
@@ -120,17 +123,16 @@ class Experts:
 def fused_moe(
     x: Tensor,
     experts: Experts,
-    shared: Tensor | None = None,
+    shared: Shared = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """Return the layer's output [T, hidden] for x [T, hidden], and each token's experts [T, top_k] int32, best first.
 
     A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
-    `shared` [T, hidden]: the shared expert's output, added times the sigmoid of its gate if it has one. `residual`
-    [T, hidden] contiguous: the sum with it is written over it, and returned; it may be x. Then, up to
-    HALF_NORMED_TOKENS and if the layer has a `next_norm`, the result is HalfNormed. Experts that are not here add
-    nothing.
+    `shared` is added times the sigmoid of its gate if it has one. `residual` [T, hidden] contiguous: the sum with it is
+    written over it, and returned; it may be x. Then, up to HALF_NORMED_TOKENS and if the layer has a `next_norm`, the
+    result is HalfNormed. Experts that are not here add nothing.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.num_experts, experts.inner_size
@@ -151,6 +153,7 @@ def fused_moe(
         routing = routing_here(routing, experts.place[0], num_experts, block_m, experts.is_token)
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gated = logits.shape[1] > experts.num_routed
+    shared = shared(normed) if callable(shared) else shared
     gate = (shared, logits[:, experts.num_routed :] if gated else None, logits.stride(0))
     run = _one_by_one if alone else _by_tiles
     return run(out, normed, inner, experts, routing, (residual, *gate), config), ids
@@ -252,7 +255,7 @@ def _fit(tile: Tile, n: int, k: int, weight: Tensor) -> Tile:
 def fused_moe_reference(
     x: Tensor,
     experts: Experts,
-    shared: Tensor | None = None,
+    shared: Shared = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
@@ -279,6 +282,7 @@ def fused_moe_reference(
         gate, up_half = both.chunk(2, dim=-1)
         own = _product_reference(gated_reference(gate, up_half, experts.clamp), *down, expert, rounds)
         out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
+    shared = shared(normed) if callable(shared) else shared
     if shared is not None:
         gated = logits.shape[1] > experts.num_routed
         out += torch.sigmoid(logits[:, experts.num_routed :]) * shared if gated else shared

@@ -245,10 +245,8 @@ class SparseMoE(Layer):
                 yield f"{part.name}.{tensor}", slot
 
     def fuse_norm(self, norm: RMSNorm) -> None:
-        """Take over `norm`, for the shared expert too: x comes in without it. To be called before `finalize`."""
+        """Take over `norm`: x comes in without it. To be called before `finalize`."""
         self.fused = replace(self.fused, norm_weight=norm.weight.data, norm_eps=norm.eps)
-        if self.has_shared:
-            getattr(self, self.spec.names.shared).gate_up_proj.fuse_norm(norm)
 
     def fuse_next_norm(self, norm: RMSNorm) -> None:
         """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
@@ -306,7 +304,7 @@ class SparseMoE(Layer):
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """Return this rank's share of the output, for the tokens of all engines."""
-        shared = getattr(self, self.spec.names.shared)(x) if self.has_shared else None
+        shared = getattr(self, self.spec.names.shared) if self.has_shared else None
         out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids

@@ -61,9 +61,11 @@ class RMSNorm(Layer):
         self.eps = eps
         self.rms_norm, self.add_up = kernels.rms_norm, kernels.add_up
         self.deferred = False
-        """The one layer that reads it norms its input itself."""
+        """The layers that read it norm their input themselves."""
+        self.half_is_left = False
+        """So they do, and they can finish a norm that is half done."""
         self.sum_is_left = False
-        """So it does, and it can also make a sum that is not made yet."""
+        """There is one such layer, and it can also make a sum that is not made yet."""
         self.pending = False
         """It has no residual, and its output has one reader, a norm or a sum, which calls `added_to`."""
         self.next_makes_sum = False
@@ -80,6 +82,8 @@ class RMSNorm(Layer):
             assert isinstance(hidden, Tensor)
             return Pending(self, hidden), hidden
         total = _total(hidden, residual, leaves=self.sum_is_left or not self.deferred)
+        if self.deferred and not self.sum_is_left and isinstance(total, Unsummed):
+            total = self.add_up(total)
         return total if self.deferred else self.rms_norm(total, self.weight, self.eps), whole(total)
 
     def computed(self, x: Tensor) -> Tensor:

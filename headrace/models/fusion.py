@@ -1,9 +1,9 @@
 """Decides which layers of a model are computed together, from one recorded run of its forward.
 
 In that run leaf layers (norms, linears, experts, embedding) only record which layer reads which output; the code in
-between is the model's own. An RMS norm with one reader is fused into that reader, and the sum with the residual in
-front of any norm into the layer whose output it adds, which may be a norm too. Layers do not know their neighbours;
-this module tells them, before `finalize`.
+between is the model's own. An RMS norm is fused into the layer that reads it, or into several linears that do, and the
+sum with the residual in front of any norm into the layer whose output it adds, which may be a norm too. Layers do not
+know their neighbours; this module tells them, before `finalize`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,12 @@ class Norm:
     """False: there was no residual yet"""
     out: Placeholder
 
-    def reader(self) -> Linear | SparseMoE | None:
-        """Return the only layer that reads the norm, if it can compute the norm itself; else None."""
-        readers = self.out.readers
-        reader = readers[0] if len(readers) == 1 and isinstance(self.norm, RMSNorm) else None
-        return reader if isinstance(reader, Linear | SparseMoE) else None
+    def readers(self) -> list[Linear | SparseMoE]:
+        """Return the layers that read the norm, if they can compute the norm themselves: linears, or experts alone;
+        else none."""
+        found = [one for one in self.out.readers if isinstance(one, Linear | SparseMoE)]
+        able = isinstance(self.norm, RMSNorm) and len(found) == len(self.out.readers)
+        return found if able and (len(found) == 1 or all(isinstance(one, Linear) for one in found)) else []
 
     def source(self) -> RowParallelLinear | SparseMoE | RMSNorm | None:
         """Return the layer whose output is added to the residual here and read nowhere else, if it can add it
@@ -94,19 +95,21 @@ def fuse(model: Any, num_layers: int, device: torch.device, embeds: bool = True,
     fused = summed = 0
     uses = Counter(recorded.norm for recorded in norms)
     for recorded in norms:
-        norm, reader, source = recorded.norm, recorded.reader(), recorded.source()
+        norm, readers, source = recorded.norm, recorded.readers(), recorded.source()
         if isinstance(source, RMSNorm) and uses[source] > 1:
             source = None
-        if reader is not None and isinstance(norm, RMSNorm):
-            norm.deferred, norm.sum_is_left = True, isinstance(reader, Linear)
-            reader.fuse_norm(norm)
+        if readers and isinstance(norm, RMSNorm):
+            norm.deferred, norm.half_is_left = True, isinstance(readers[0], Linear)
+            norm.sum_is_left = norm.half_is_left and len(readers) == 1
+            for reader in readers:
+                reader.fuse_norm(norm)
             fused += 1
         if source is not None:
             source.pending = True
             summed += 1
         if isinstance(source, RMSNorm):
             source.next_makes_sum = isinstance(norm, RMSNorm) and (norm.sum_is_left or not norm.deferred)
-        elif source is not None and isinstance(norm, RMSNorm) and norm.sum_is_left:
+        elif source is not None and isinstance(norm, RMSNorm) and norm.half_is_left:
             source.fuse_next_norm(norm)
     return (
         f"Fused: {fused} of {len(norms)} norms into the layers that read them, {summed} sums with the residual into "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.kernels.norm import Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.linear import ColumnParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
+from headrace.layers.pending import Pending
 from headrace.models import loader
 from headrace.models.fusion import fuse, record
 
@@ -81,12 +83,21 @@ def norms_in_order(model: Any) -> list[RMSNorm]:
     return [*(norm for pair in pairs for norm in pair), model.model.norm]
 
 
-def test_two_readers_force_a_norm_whole(context: Any) -> None:
+def test_each_of_two_linears_norms_what_it_reads(context: Any) -> None:
+    """Neither makes a sum that is not made yet, which the other reads too."""
     block = Block(context)
     first, last = record(block, 1, torch.device("cpu"))
-    assert (len(first.out.readers), first.reader(), first.source()) == (2, None, None)
+    assert (first.readers(), first.source()) == ([block.left, block.right], None)
     assert last.source() is block.down
     assert "forward" not in block.left.__dict__, "stand-ins are gone"
+    fuse(block, 1, torch.device("cpu"))
+    assert (block.norm.deferred, block.norm.half_is_left, block.norm.sum_is_left) == (True, True, False)
+    assert all(one.fused.norm_weight is not None for one in (block.left, block.right))
+    block.norm.create_weights(torch.device("cpu"))
+    residual, left = torch.ones(3, 8), SimpleNamespace(added_to=lambda x, residual: Unsummed(residual, x))
+    total, kept = block.norm(Pending(left, torch.full((3, 8), 2.0)), residual)
+    assert total is kept is residual
+    assert (residual == 3).all()
 
 
 def test_a_norm_after_a_layer_computes_it_whole_and_is_read_by_no_linear(context: Any) -> None:
@@ -94,7 +105,7 @@ def test_a_norm_after_a_layer_computes_it_whole_and_is_read_by_no_linear(context
     block = Joining(context)
     first, after, last = record(block, 1, torch.device("cpu"))
     assert first.out.readers[0] is not None
-    assert (first.reader(), after.reader(), after.source(), last.source()) == (None, None, None, block.norm)
+    assert (first.readers(), after.readers(), after.source(), last.source()) == ([], [], None, block.norm)
     fuse(block, 1, torch.device("cpu"))
     assert not block.norm.pending
 
