@@ -151,9 +151,9 @@ class Rules:
         return self.joined(text, self.literal(end))
 
     def anything(self, but: Iterable[str] = ()) -> str:
-        """Return what matches text and marks of any number, without the marks `but`."""
+        """Return what matches any number of tokens, of text or marks, other than the marks `but`."""
         ids = ",".join(str(self.special[mark]) for mark in but)
-        return f"(/(?s:.+)/ | <[{f'^{ids}' if ids else '*'}]>)*"
+        return f"<[{f'^{ids}' if ids else '*'}]>*"
 
     def until_pattern(self, pattern: str, end: str) -> str:
         """Return what matches text of a pattern, and after it the first match of another."""

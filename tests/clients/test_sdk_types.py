@@ -38,7 +38,10 @@ def post(scripted: Scripted, path: str, body: dict[str, Any]) -> list[dict[str, 
 
 def known(model: pydantic.BaseModel) -> None:
     """No field of ours is one that the SDK's type does not have: such a field is a misspelling, or is said here."""
-    ours = {"Response": {"user", "store"}, "ResponseFunctionCallArgumentsDoneEvent": {"name"}}  # of other versions
+    ours = {  # of other versions
+        "Response": {"user", "store"}, "ResponseFunctionCallArgumentsDoneEvent": {"name"},
+        "Logprob": {"bytes"}, "LogprobTopLogprob": {"bytes"},
+    }  # fmt: skip
     extra = set(model.model_extra or ()) - ours.get(type(model).__name__, set())
     assert not extra, (type(model).__name__, extra)
     for _, value in model:
@@ -54,7 +57,8 @@ def test_responses(scripted: Scripted, task: Task, stream: bool, summary: str | 
     reasoning = {"summary": summary} if summary else None
     said: list[Any] = [{"role": "user", "content": task.question}]
     for _ in range(3):
-        body = {"input": said, "tools": tools, "stream": stream, "reasoning": reasoning}
+        asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        body = {"input": said, "tools": tools, "stream": stream, "reasoning": reasoning, **asked}
         found = post(scripted, "/v1/responses", body)
         last = found[-1]["response"] if stream else found[-1]
         for event in found if stream else ():

@@ -102,6 +102,10 @@ def test_reasoning_ends_at_its_most_tokens() -> None:
         assert masked & {*MARKS.values()} == {MARKS["</think>"]}
         assert not masked & {*b"abcx "}
     assert allows_marked(Rules().grammar(Rules().anything()), "a<think>b")
+    neither = rules.grammar(rules.anything(but=["<think>", "<tool_call>"]))
+    assert allows_marked(neither, "a</think>b")
+    assert not allows_marked(neither, "a<tool_call>b")
+    assert not allows_marked(neither, "<think>b")
 
 
 def test_parts_are_named_by_content_so_that_nothing_clashes() -> None:
