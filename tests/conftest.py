@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,10 @@ LONGEST_FIRST = (
     "tests/test_batch_invariant.py",
 )
 """Beginnings of paths, in this order"""
+
+MANY_MODULES = 300
+_known = {"modules": 0}
+"""as many as there were when garbage was last looked for in all that there is"""
 
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 """children of the tests find what is in `tests` too, though they search no working directory"""
@@ -77,6 +82,7 @@ def pytest_collection_finish() -> None:
 
     gc.collect()
     gc.freeze()
+    _known["modules"] = len(sys.modules)
     llm.gc = SimpleNamespace(collect=lambda: gc.collect(1), freeze=lambda: None, unfreeze=lambda: None)
     threads_of = decisions._cpu_threads
 
@@ -85,6 +91,15 @@ def pytest_collection_finish() -> None:
         return min(count, max(1, THREADS // ranks)), reason
 
     decisions._cpu_threads = cpu_threads
+
+
+def pytest_runtest_setup() -> None:
+    """Nor is what a file imports before its first test garbage: transformers and what it needs are half a million
+    objects, and to look through them takes a second."""
+    if len(sys.modules) > _known["modules"] + MANY_MODULES:
+        _known["modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -112,7 +112,7 @@ def test_no_token_reaches_another_request() -> None:
     """Rows pass from request to request while tokens are on their way back to the first of three stages: requests
     end, are aborted and preempted at random, and each gets the tokens it gets alone."""
     choose = random.Random(7)
-    prompts = [[1, *(choose.randrange(3, 500) for _ in range(choose.randrange(1, 30)))] for _ in range(40)]
+    prompts = [[1, *(choose.randrange(3, 500) for _ in range(choose.randrange(1, 30)))] for _ in range(28)]
     lengths = [choose.randrange(1, 24) for _ in prompts]
     small = {**SMALL, "max_num_seqs": 5}
     stop_at: dict[str, int] = {}

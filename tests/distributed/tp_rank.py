@@ -1,11 +1,12 @@
-"""Two ranks of a tensor-parallel test, each a process of its own: `tp_rank.py RANK RENDEZVOUS FOLDER...` writes its
-logits to FOLDER/rank{RANK}, and those with whole experts on each rank, if there are any, to FOLDER/experts{RANK}."""
+"""Two ranks of a tensor-parallel test, each a thread of this process: of each folder's model a rank writes its logits
+to FOLDER/rank{RANK}, and those with whole experts on each rank, if there are any, to FOLDER/experts{RANK}."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -29,14 +30,26 @@ def run(driver: Driver) -> dict[str, torch.Tensor]:
 
 def run_two(rendezvous: Path, folders: Iterable[Path]) -> None:
     """Let two ranks compute each folder's model."""
-    command = [sys.executable, __file__]
-    rest = [str(rendezvous), *map(str, folders)]
-    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
+    ranks, given = [Future[None]() for _ in range(2)], list(folders)
+    for rank, done in enumerate(ranks):
+        threading.Thread(target=_run_rank, args=(rank, rendezvous, given, done), daemon=True).start()
+    for done in ranks:
+        done.result(timeout=600)
+
+
+def _run_rank(rank: int, rendezvous: Path, folders: Sequence[Path], done: Future[None]) -> None:
     try:
-        assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+        mesh = init_mesh(rank, Ranks(tp=2), str(rendezvous), "cpu")
+        for folder in folders:
+            driver = Driver(folder, mesh)
+            save_file(run(driver), folder / f"rank{rank}")
+            if has_experts(driver):
+                save_file(run(Driver(folder, mesh, whole_experts=True)), folder / f"experts{rank}")
+        mesh.close()
+    except BaseException as error:  # whoever waits raises it
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def check_two(folder: Path, close: float = 1e-5) -> None:
@@ -53,19 +66,3 @@ def check_two(folder: Path, close: float = 1e-5) -> None:
 
 def has_experts(driver: Driver) -> bool:
     return any(isinstance(module, SparseMoE) for module in driver.model.modules())
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    mesh = init_mesh(rank, Ranks(tp=2), rendezvous, "cpu")
-    for folder in map(Path, sys.argv[3:]):
-        driver = Driver(folder, mesh)
-        save_file(run(driver), folder / f"rank{rank}")
-        if has_experts(driver):
-            save_file(run(Driver(folder, mesh, whole_experts=True)), folder / f"experts{rank}")
-    mesh.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -132,19 +132,20 @@ def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
     [
         ("right", 4, "NONE"),
         ("wrong", 2, "NONE"),
-        ("random", 1, "NONE"),
-        ("random", 3, "FULL"),
         ("right", 2, "PIECEWISE"),
         ("random", 4, "FULL_AND_PIECEWISE"),
-        ("own", 2, "NONE"),
         ("own", 3, "FULL"),
-        ("own", 2, "FULL_AND_PIECEWISE"),
-        ("eagle", 2, "NONE"),
         ("eagle", 2, "FULL_AND_PIECEWISE"),
-        ("eagle3", 3, "FULL"),
         ("eagle3", 2, "PIECEWISE"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)  # the same kinds and modes in other company
+            for one in (
+                ("random", 1, "NONE"), ("random", 3, "FULL"), ("own", 2, "NONE"), ("own", 2, "FULL_AND_PIECEWISE"),
+                ("eagle", 2, "NONE"), ("eagle3", 3, "FULL"),
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_tokens_are_those_without_drafts(
     kind: str, num_drafts: int, mode: str, expected: tuple[Answers, int], compiler: GrammarCompiler
 ) -> None:
