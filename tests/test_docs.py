@@ -27,115 +27,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 NOTES = sorted(ROOT.glob("docs/notes/*.md"))
 ADDRESS = "http://127.0.0.1:8000"
-FAMILIES = {
-    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.3; CWM",
-    "CwmForCausalLM": "Llama 2, 3, 3.1, 3.3; CWM",
-    "MistralForCausalLM": "Mistral",
-    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
-    "Qwen3ForCausalLM": "Qwen3",
-    "MiMoForCausalLM": "MiMo",
-    "MixtralForCausalLM": "Mixtral",
-    "Qwen2MoeForCausalLM": "Qwen2-MoE",
-    "Qwen3MoeForCausalLM": "Qwen3-MoE, Mellum 2",
-    "MellumForCausalLM": "Qwen3-MoE, Mellum 2",
-    "Glm4MoeForCausalLM": "GLM-4.5, 4.5V, 4.6, 4.6V; Solar Open",
-    "SolarOpenForCausalLM": "GLM-4.5, 4.5V, 4.6, 4.6V; Solar Open",
-    "Dots1ForCausalLM": "dots.llm1, Trinity (AFMoE)",
-    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5",
-    "GraniteMoeForCausalLM": "Granite 3, 4",
-    "GraniteMoeSharedForCausalLM": "Granite 3, 4",
-    "GraniteMoeHybridForCausalLM": "Granite 3, 4",
-    "OlmoeForCausalLM": "OLMoE, FlexOlmo",
-    "FlexOlmoForCausalLM": "OLMoE, FlexOlmo",
-    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
-    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2, A.X K1",
-    "AXK1ForCausalLM": "DeepSeek-V3, R1, Kimi K2, A.X K1",
-    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
-    "YoutuForCausalLM": "Youtu-LLM",
-    "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
-    "GlmMoeDsaForCausalLM": "GLM-5",
-    "KimiK25ForConditionalGeneration": "Kimi K2.5",
-    "MistralLarge3ForCausalLM": "Mistral Large 3, Small 4",
-    "Mistral4ForCausalLM": "Mistral Large 3, Small 4",
-    "Llama4ForCausalLM": "Llama 4",
-    "Llama4ForConditionalGeneration": "Llama 4",
-    "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3_5ForCausalLM": "Qwen3.5",
-    "Qwen3_5ForConditionalGeneration": "Qwen3.5",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5-MoE",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-MoE",
-    "GptOssForCausalLM": "gpt-oss",
-    "GemmaForCausalLM": "Gemma, Gemma 2, VaultGemma",
-    "Gemma2ForCausalLM": "Gemma, Gemma 2, VaultGemma",
-    "VaultGemmaForCausalLM": "Gemma, Gemma 2, VaultGemma",
-    "Gemma3ForCausalLM": "Gemma 3, Gemma 4 (31B)",
-    "Gemma4ForCausalLM": "Gemma 3, Gemma 4 (31B)",
-    "Gemma4ForConditionalGeneration": "Gemma 3, Gemma 4 (31B)",
-    "Gemma3ForConditionalGeneration": "Gemma 3, Gemma 4 (31B)",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3, Ministral 3",
-    "Qwen2VLForConditionalGeneration": "Qwen2-VL, Qwen2.5-VL, Qwen3-VL",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2-VL, Qwen2.5-VL, Qwen3-VL",
-    "Qwen3VLForConditionalGeneration": "Qwen2-VL, Qwen2.5-VL, Qwen3-VL",
-    "InternVLForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "LlavaForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "LlavaNextForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "Glm4vForConditionalGeneration": "GLM-4, GLM-4-0414, GLM-4.1V",
-    "Glm4vMoeForConditionalGeneration": "GLM-4.5, 4.5V, 4.6, 4.6V; Solar Open",
-    "CohereForCausalLM": "Command R, R+, A, R7B",
-    "Cohere2ForCausalLM": "Command R, R+, A, R7B",
-    "Cohere2MoeForCausalLM": "Command R, R+, A, R7B",
-    "GlmForCausalLM": "GLM-4, GLM-4-0414, GLM-4.1V",
-    "Glm4ForCausalLM": "GLM-4, GLM-4-0414, GLM-4.1V",
-    "Phi3ForCausalLM": "Phi-2, Phi-3, Phi-4",
-    "PhiForCausalLM": "Phi-2, Phi-3, Phi-4",
-    "GraniteForCausalLM": "Granite 3, 4",
-    "GraniteSWAForCausalLM": "Granite 3, 4",
-    "GraniteMoeSWAForCausalLM": "Granite 3, 4",
-    "OlmoForCausalLM": "OLMo, OLMo 2, OLMo 3",
-    "Olmo2ForCausalLM": "OLMo, OLMo 2, OLMo 3",
-    "Olmo3ForCausalLM": "OLMo, OLMo 2, OLMo 3",
-    "MinistralForCausalLM": "Ministral, Ministral 3",
-    "Ministral3ForCausalLM": "Ministral, Ministral 3",
-    "SmolLM3ForCausalLM": "SmolLM3, StarCoder 2",
-    "Exaone4ForCausalLM": "EXAONE 4, 4.5, K-EXAONE",
-    "ExaoneMoeForCausalLM": "EXAONE 4, 4.5, K-EXAONE",
-    "StableLmForCausalLM": "StableLM, Falcon, InternLM 2",
-    "SeedOssForCausalLM": "Arcee, Helium, Seed-OSS, Apertus",
-    "ArceeForCausalLM": "Arcee, Helium, Seed-OSS, Apertus",
-    "NemotronForCausalLM": "Nemotron-4, Minitron, Jais 2",
-    "Jais2ForCausalLM": "Nemotron-4, Minitron, Jais 2",
-    "Starcoder2ForCausalLM": "SmolLM3, StarCoder 2",
-    "HeliumForCausalLM": "Arcee, Helium, Seed-OSS, Apertus",
-    "Ernie4_5ForCausalLM": "ERNIE 4.5",
-    "MiniMaxM2ForCausalLM": "MiniMax-M2",
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
-    "BailingMoeV2ForCausalLM": "Ling 2, Ring 2",
-    "HunYuanDenseV1ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",
-    "HunYuanMoEV1ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",
-    "HYV3ForCausalLM": "Hunyuan, Hunyuan-A13B, Hunyuan 3",
-    "HyperCLOVAXForCausalLM": "HyperCLOVA X SEED",
-    "MiniCPMForCausalLM": "MiniCPM, MiniCPM 3, 4",
-    "ApertusForCausalLM": "Arcee, Helium, Seed-OSS, Apertus",
-    "GPT2LMHeadModel": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "GPTBigCodeForCausalLM": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "GPTNeoForCausalLM": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "GPTJForCausalLM": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "GPTNeoXForCausalLM": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "OPTForCausalLM": "GPT-2, GPT-Neo, GPT-J, Pythia, StarCoder, OPT",
-    "FalconForCausalLM": "StableLM, Falcon, InternLM 2",
-    "InternLM2ForCausalLM": "StableLM, Falcon, InternLM 2",
-    "AfmoeForCausalLM": "dots.llm1, Trinity (AFMoE)",
-    "LlavaNextVideoForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "LlavaOnevisionForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "VipLlavaForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "Idefics3ForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "SmolVLMForConditionalGeneration": "InternVL, LLaVA and its kin, SmolVLM",
-    "Exaone4_5_ForConditionalGeneration": "EXAONE 4, 4.5, K-EXAONE",
-    "Glm46VForConditionalGeneration": "GLM-4.5, 4.5V, 4.6, 4.6V; Solar Open",
-    "MiniCPM3ForCausalLM": "MiniCPM, MiniCPM 3, 4",
-}
-"""architecture -> what people call its models, of which architectures that share a row have the same; a new entry of
-the registry needs a name here"""
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
@@ -336,22 +227,29 @@ def test_pages_are_as_short_as_they_promise() -> None:
 # ---- what is served
 
 
-def served_table() -> str:
-    """Return the README's table of what is served, made from the registries."""
+def test_readme_says_what_is_served() -> None:
+    """Its table has each architecture of the registry in one row, behind what people call its models, and says of each
+    row what holds for all of it."""
     flags = [name for name in knob_types(EngineConfig) if name.endswith("_parallel_size")]
     flags.remove("data_parallel_size")  # engines that share nothing serve whatever one does
     columns = ["models", "`architectures`", "plain weights"]
     columns += [f"`{name}`" for name in MADE_AT_LOAD]
     columns += [f"`--{name.replace('_', '-')}`" for name in flags]
-    rows: dict[tuple[str, bool], list[str]] = {}
+    title, _, *lines = [
+        line.strip("| ").split(" | ") for line in table_behind(ROOT / "README.md", "| " + " | ".join(columns) + " |")
+    ]
+    assert title == columns
+    rows = [(set(re.findall(r"`(\w+)`", of)), verdicts) for _, of, *verdicts in lines]
     for entry in MODELS:
-        rows.setdefault((FAMILIES[entry.architecture], bool(entry.module)), []).append(f"`{entry.architecture}`")
-    verdicts = len(columns) - 2
-    shown = ([name, ", ".join(of), *["yes" if served else "plan"] * verdicts] for (name, served), of in rows.items())
-    lines = [columns, ["---"] * len(columns), *shown]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("---|", "---|")
+        verdict = ["yes" if entry.module else "plan"] * (len(columns) - 2)
+        held = [verdicts for of, verdicts in rows if entry.architecture in of]
+        assert held == [verdict], f"{entry.architecture} should be in one row of the README, with {verdict[0]!r}"
+    assert sum(len(of) for of, _ in rows) == len(MODELS)
+    assert len({name for name, *_ in lines}) == len(lines)
 
 
-def test_readme_says_what_is_served() -> None:
-    table = served_table()
-    assert table in (ROOT / "README.md").read_text(), f"the README's table should be:\n{table}"
+def table_behind(page: Path, title: str) -> list[str]:
+    """Return the lines of the table that begins with `title`."""
+    text = page.read_text()
+    assert title in text, f"{page.name} should have a table with {title}"
+    return text[text.index(title) :].partition("\n\n")[0].splitlines()
