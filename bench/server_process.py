@@ -58,7 +58,15 @@ class Server:
 @contextlib.contextmanager
 def serving(flags: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Server]:
     """Run `headrace serve` with `flags`; it is stopped afterwards. Its log is printed if the body raises."""
-    command = [sys.executable, "-m", "headrace.cli.main", "serve", *flags, "--port", "0"]
+    with running(
+        [sys.executable, "-m", "headrace.cli.main", "serve", *flags, "--port", "0"], environment, cwd
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(command: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Server]:
+    """Run a command that serves as `serving` does."""
     launched = time.monotonic()
     process = subprocess.Popen(
         command,

@@ -413,6 +413,13 @@ class ServerConfig:
     host: str = server_knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = server_knob(8000, "Port to listen on.", minimum=0, maximum=65535)
     headless: bool = server_knob(False, "Serve nothing, and run the ranks of a --node-rank above 0.")
+    api_server_count: int | None = server_knob(
+        None,
+        "HTTP processes behind the port; default: 1, but with --data-parallel-size as many as the streams need.",
+        minimum=1,
+        maximum=64,
+        short="-asc",
+    )
     api_key: list[str] = server_knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).")
     max_request_bytes: int = server_knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024)
     max_connections: int | None = server_knob(
@@ -475,6 +482,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self)
+        if self.runtime_lora_folder is not None and (self.api_server_count or 1) > 1:
+            raise ConfigError(
+                f"api_server_count must be 1 with runtime_lora_folder, got {self.api_server_count}: an adapter that "
+                "clients load is known to one HTTP process alone"
+            )
         if any(not key.strip() for key in self.api_key):
             raise ConfigError(
                 "api_key must not be empty (--api-key, VLLM_API_KEY): an empty key would let everybody in; to serve "

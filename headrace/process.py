@@ -6,6 +6,7 @@ What it does first is in child.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -21,13 +22,15 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from headrace.environment import cache_folder, child_environment
+
+logger = logging.getLogger(__name__)
 
 SOCKETS = "headrace-sockets-"
 """The beginning of a socket folder's name."""
@@ -55,18 +58,20 @@ class Child:
         self.process.wait()
 
 
-def spawn(module: str, config: bytes, **environment: str) -> Child:
-    """Start a child with `module` as its main program, which reads `config`; `environment` yields to what the user set.
-    Ctrl-C and a closed terminal do not reach the child, although they reach all processes of a group: the parent
-    decides."""
-    variables = child_environment(**environment)
+def spawn(
+    module: str, config: bytes, environment: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
+) -> Child:
+    """Start a child with `module` as its main program, which reads `config` and inherits `descriptors` under the same
+    numbers; `environment` yields to what the user set. Ctrl-C and a closed terminal do not reach the child, although
+    they reach all processes of a group: the parent decides."""
+    variables = child_environment(**(environment or {}))
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         variables.update(bytecode_environment(variables, torch.origin))
-    return _spawner(os.getpid()).do(functools.partial(_start, module, config, variables))
+    return _spawner(os.getpid()).do(functools.partial(_start, module, config, descriptors, variables))
 
 
-def _start(module: str, config: bytes, variables: dict[str, str]) -> Child:
+def _start(module: str, config: bytes, descriptors: Sequence[int], variables: dict[str, str]) -> Child:
     config_fd = os.memfd_create("headrace-config")
     try:
         os.write(config_fd, config)
@@ -74,13 +79,26 @@ def _start(module: str, config: bytes, variables: dict[str, str]) -> Child:
         program = str(Path(__file__).with_name("child.py"))
         process = subprocess.Popen(
             [sys.executable, "-P", program, module, str(config_fd), str(os.getpid())],
-            pass_fds=(config_fd,),
+            pass_fds=(config_fd, *descriptors),
             env=variables,
             stdin=subprocess.DEVNULL,
         )
     finally:
         os.close(config_fd)
     return Child(process)
+
+
+def call_after(wait: Callable[[], object], loop: asyncio.AbstractEventLoop, note: Callable[[], object]) -> None:
+    """Call `note` in an event loop once `wait` has returned, which a thread of its own calls."""
+
+    def watch() -> None:
+        wait()
+        try:
+            loop.call_soon_threadsafe(note)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("a process ended after the event loop")
+
+    threading.Thread(target=watch, name="watch", daemon=True).start()
 
 
 class _Spawner(threading.Thread):

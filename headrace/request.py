@@ -347,6 +347,18 @@ class DraftCounts(msgspec.Struct, frozen=True):
         )
 
 
+class OtherFrontEnds(msgspec.Struct, frozen=True):
+    """Counts what a core has of the front ends beside the one that it tells."""
+
+    num_open: int = 0
+    """Requests that have not ended."""
+    num_pending_tokens: int = 0
+    """Prompt tokens of those without a first token."""
+    num_received: int = 0
+    """Requests that came since start, and their prompt tokens."""
+    num_received_tokens: int = 0
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """Holds the counters and gauges that the core sends with each step's outputs. Counters count since start."""
 
@@ -359,6 +371,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Requests that came, refused ones included."""
     num_received_tokens: int = 0
     """Prompt tokens of the requests that came."""
+    others: OtherFrontEnds = OtherFrontEnds()
+    """What of all this is other front ends', where several share the core."""
     num_blocks: int = 0
     """Pages of the KV cache."""
     num_free_blocks: int = 0

@@ -10,28 +10,28 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.config import EngineConfig
-from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
+from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient, CoreLink, JoinedCore
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.joined import meeting_of, settle_experts
-from headrace.engine.messages import CoreFacts
+from headrace.engine.messages import CoreFacts, Join
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind
 from headrace.engine.pooling import PoolingInputs
 from headrace.engine.queue_bound import QueueBound, Reservation
-from headrace.engine.replicas import Replicas, StartCore
+from headrace.engine.replicas import Replicas
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.hub import resolve_model_folder
 from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.models.served import read_served_config
 from headrace.planner.record import Decision
-from headrace.planner.served import expect, predict_memory, report_memory
+from headrace.planner.served import expect, most_output, predict_memory, report_memory
 from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -49,14 +49,16 @@ STATS_SECONDS = 10.0
 
 class AsyncEngine:
     """Runs the requests of a server on cores in other processes. Make one with `await AsyncEngine.start(config)`; end
-    it with `await engine.shutdown()`."""
+    it with `await engine.shutdown()`. A further HTTP process makes one of the same cores with `AsyncEngine.join`."""
 
     def __init__(
-        self, start: StartCore, clients: dict[int, AsyncMPClient], all_facts: list[CoreFacts],
-        model_config: ModelConfig, tokenizer: Tokenizer | None,
+        self, clients: dict[int, CoreLink], all_facts: list[CoreFacts], model_config: ModelConfig,
+        tokenizer: Tokenizer | None, folder: Path, front_end: int = 0,
     ) -> None:  # fmt: skip
-        """`start`: starts the core of a rank. `clients`: those of the cores that have started, by rank; `all_facts` are
-        parallel to them. Of several engines the one with the least room bounds what a request may ask."""
+        """`clients`: those of the cores that have started, by rank; `all_facts` are parallel to them. Of several
+        engines the one with the least room bounds what a request may ask. `folder`: the model's. `front_end`: which of
+        the HTTP processes this is; the first one shows what is the cores' own."""
+        self.folder = folder
         facts = min(all_facts, key=lambda each: each.num_pages)
         self.config: EngineConfig = facts.config
         self.num_engines = len(clients)
@@ -68,7 +70,9 @@ class AsyncEngine:
         self.limits = limits
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
-        shown = [make_metrics(each, limits, rank) for rank, each in zip(clients, all_facts, strict=True)]
+        shown = [
+            make_metrics(each, limits, rank, first=not front_end) for rank, each in zip(clients, all_facts, strict=True)
+        ]
         self.metrics, *self.metrics.others = shown
         self.queue = QueueBound(facts.config, shown)
         """Bounds what waits; it holds for callers that reserve a place in it before they call `generate`."""
@@ -76,6 +80,11 @@ class AsyncEngine:
         """Sampling parameters of requests that leave them out."""
         self.expected = expect(facts.config, model_config, facts.workers, facts.num_pages)
         """The planner's prediction for the expected traffic, from flags or the usual one; None: it has none."""
+        self.most_output: float | None = None
+        """The most output tokens a second of several engines together, as predicted; None: it is not."""
+        if len(clients) > 1 and facts.workers[0].device != "cpu":  # where engines take the cores themselves
+            one = most_output(facts.config, model_config, facts.workers, facts.num_pages)
+            self.most_output = None if one is None else len(clients) * one
         predicted = predict_memory(facts.config, model_config, facts.workers)
         self.memory = report_memory(facts.config, predicted, facts.workers, facts.num_pages)
         """Memory of the device, predicted and reported."""
@@ -83,13 +92,14 @@ class AsyncEngine:
         self.demoted: list[str] = facts.workers[0].demoted
         """Kernels and the like that failed the self-check at load and are not used."""
         self.kv_cache_tokens = layout.tokens_in(facts.num_pages, limits.max_model_len)
-        self._inputs = InputProcessor(limits, facts.config, tokenizer)
+        own_seeds = facts.config.replace(seed=facts.config.seed + front_end)  # no two draw the same for requests
+        self._inputs = InputProcessor(limits, own_seeds, tokenizer)
         self.pooling_inputs: PoolingInputs | None = None
         """What prepares the prompts of a model that pools."""
         if limits.pooling is not None:
             templated = facts.config.chat_template is not None
             self.pooling_inputs = PoolingInputs(limits.pooling, self._inputs, tokenizer, templated)
-        self.replicas = Replicas(start, clients, all_facts, shown, self.queue, tokenizer)
+        self.replicas = Replicas(clients, all_facts, shown, self.queue, tokenizer)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._logging = None if facts.config.disable_log_stats else asyncio.create_task(self._log_stats())
 
@@ -101,17 +111,32 @@ class AsyncEngine:
         model_config = read_served_config(folder, config)
         sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
         config = settle_experts(config, model_config)
-        ranks = config.engine_ranks
         meeting = meeting_of(config)
         met = "" if meeting is None else meeting.name
-
-        def start(rank: int) -> AsyncMPClient:
+        clients: dict[int, CoreLink] = {}
+        for rank in config.engine_ranks:
             name = "core" if config.data_parallel_size == 1 else f"core {rank}"
-            return AsyncMPClient(config.for_engine(rank), folder, executor, name, met)
-
-        clients = {rank: start(rank) for rank in ranks}
+            clients[rank] = AsyncMPClient(config.for_engine(rank), folder, executor, name, met)
         try:
-            # The tokenizer loads while the cores do.
+            return await cls._of(clients, config, folder, model_config)
+        finally:
+            if meeting is not None:
+                meeting.remove()
+
+    @classmethod
+    async def join(cls, config: EngineConfig, folder: Path, front_end: int, sockets: Mapping[int, Join]) -> AsyncEngine:
+        """Share the cores of an engine with `folder`'s model that another HTTP process has started, and wait until they
+        know. `front_end`: which of the processes this is, from 1; `sockets`: addresses for each core, by rank."""
+        clients: dict[int, CoreLink] = {rank: JoinedCore(each) for rank, each in sockets.items()}
+        return await cls._of(clients, config, folder, read_served_config(folder, config), front_end)
+
+    @classmethod
+    async def _of(
+        cls, clients: dict[int, CoreLink], config: EngineConfig, folder: Path, model_config: ModelConfig,
+        front_end: int = 0,
+    ) -> AsyncEngine:  # fmt: skip
+        """Return the engine once its cores are ready; the tokenizer loads while they do."""
+        try:
             tokenizer, facts = await asyncio.gather(
                 asyncio.to_thread(load_tokenizer, config, folder),
                 asyncio.gather(*(client.ready() for client in clients.values())),
@@ -119,10 +144,7 @@ class AsyncEngine:
         except BaseException:
             await asyncio.gather(*(client.shutdown(timeout=0.5) for client in clients.values()))
             raise
-        finally:
-            if meeting is not None:
-                meeting.remove()
-        return cls(start, clients, facts, model_config, tokenizer)
+        return cls(clients, facts, model_config, tokenizer, folder, front_end)
 
     async def generate(
         self,
@@ -249,8 +271,9 @@ class AsyncEngine:
             if prompt or generation:
                 stats = [one.stats for one in engines]
                 logger.info(
-                    "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f%%, "
+                    "%sprompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache %.1f%%, "
                     "prefix cache hits %.1f%%",
+                    "through this of several HTTP processes: " if any(s.others.num_received for s in stats) else "",
                     prompt / STATS_SECONDS,
                     generation / STATS_SECONDS,
                     sum(one.num_running for one in stats),
@@ -279,8 +302,8 @@ def model_folder(config: EngineConfig) -> Path:
     return resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
 
 
-def make_metrics(facts: CoreFacts, limits: ModelLimits, rank: int = 0) -> EngineMetrics:
-    """Return the metrics of an engine that has started; `rank`: which of several it is."""
+def make_metrics(facts: CoreFacts, limits: ModelLimits, rank: int = 0, first: bool = True) -> EngineMetrics:
+    """Return the metrics of an engine that has started; `rank`: which of several it is; `first`: see EngineMetrics."""
     config = facts.config
     name = config.served_model_name[0] if config.served_model_name else config.model
     cache_config: dict[str, object] = {
@@ -290,4 +313,4 @@ def make_metrics(facts: CoreFacts, limits: ModelLimits, rank: int = 0) -> Engine
         "enable_prefix_caching": config.enable_prefix_caching,
     }
     demoted = facts.workers[0].demoted if facts.workers else ()
-    return EngineMetrics(name, limits.max_model_len, cache_config, demoted, rank)
+    return EngineMetrics(name, limits.max_model_len, cache_config, demoted, rank, first)

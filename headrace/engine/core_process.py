@@ -1,7 +1,7 @@
 """Runs the engine core in a process of its own: this is the main program of that process.
 
-Commands come in and outputs go out over two local sockets. A heartbeat at least every second tells the parent that the
-loop still runs. The process ends on SIGTERM, and at once when its parent dies.
+Commands come in and outputs go out over two local sockets for each front end (front_ends.py). A heartbeat at least
+every second tells them that the loop still runs. The process ends on SIGTERM, and at once when its parent dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import zmq
 
 from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
-from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
+from headrace.engine.front_ends import FrontEnds
+from headrace.engine.messages import Add, CoreConfig, Failed, Join, Ready
 from headrace.errors import HeadraceError, crossing_name
 from headrace.process import configure_logging, exit_at_once, read_config
 
@@ -47,31 +48,12 @@ class _Stop:
         self.asked = True
 
 
-class _Outbox:
-    """Sends messages to the parent and remembers when it last did."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
-        self.last_sent = 0.0
-
-    def send(self, reply: Reply) -> None:
-        self._socket.send(self._encoder.encode(reply))
-        self.last_sent = time.monotonic()
-
-
 def main(argv: list[str]) -> int:
     core_config = msgspec.msgpack.decode(read_config(argv), type=CoreConfig)
     stop = _Stop()
     configure_logging(core_config.config.log_level, f"[{core_config.name}] ")
     context = zmq.Context()
-    requests = context.socket(zmq.PULL)
-    requests.set(zmq.RCVHWM, 0)
-    requests.connect(core_config.requests)
-    socket = context.socket(zmq.PUSH)
-    socket.set(zmq.SNDHWM, 0)
-    socket.connect(core_config.replies)
-    outbox = _Outbox(socket)
+    front_ends = FrontEnds(context, core_config.requests, core_config.replies)
     core: EngineCore | None = None
     try:
         core = build_core(
@@ -80,15 +62,15 @@ def main(argv: list[str]) -> int:
         stop.looping = True
         gc.collect()
         gc.freeze()  # what the start made is never garbage, and scanning it takes tens of milliseconds each time
-        outbox.send(Ready(core.facts))
-        _loop(core, requests, outbox, stop)
+        front_ends.send(Ready(core.facts, os.getpid()))
+        _loop(core, front_ends, stop)
         return 0
     except Exception as error:
         if stop.asked:  # and others may have gone already that take the same steps
             return 0
         if not isinstance(error, HeadraceError):
             traceback.print_exc(file=sys.stderr)
-        outbox.send(Failed(crossing_name(error), str(error)))
+        front_ends.send(Failed(crossing_name(error), str(error)))
         return 1
     finally:
         context.destroy(linger=LINGER_MS)
@@ -96,40 +78,36 @@ def main(argv: list[str]) -> int:
             core.shutdown()
 
 
-def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: _Stop) -> None:
+def _loop(core: EngineCore, front_ends: FrontEnds, stop: _Stop) -> None:
     """Take commands, step and send outputs until SIGTERM. Warm-up steps run one after the other once it is quiet."""
-    decoder = msgspec.msgpack.Decoder(Command)
     idle_ms, warming_up = 0, False
-    poller = zmq.Poller()
-    for socket in (requests,) if core.peers is None else (requests, core.peers.socket):
-        poller.register(socket, zmq.POLLIN)
+    if core.peers is not None:
+        front_ends.watch(core.peers.socket)
     while not stop.asked:
-        if poller.poll(0 if warming_up else idle_ms):
-            _take_commands(core, requests, decoder)
+        if front_ends.poll(0 if warming_up else idle_ms):
+            _take_commands(core, front_ends)
             warming_up = False
         elif idle_ms:
             if core.may_warm_up:  # it compiles and captures, so the next heartbeat may be late
-                outbox.send(Stepped(core.snapshot([]), busy=True))
+                front_ends.send_snapshot(core.snapshot([]), busy=True)
             warming_up = core.warm_up()
         stepped = core.step()
         if stepped is not None and stepped.outputs:
-            outbox.send(Stepped(stepped, core.busy))
-        elif time.monotonic() - outbox.last_sent > HEARTBEAT_SECONDS:
+            front_ends.send_outputs(stepped, core.busy)
+        elif time.monotonic() - front_ends.last_sent > HEARTBEAT_SECONDS:
             core.check()
-            outbox.send(Stepped(core.snapshot([]), core.busy))
+            front_ends.send_snapshot(core.snapshot([]), core.busy)
         idle_ms = 0 if stepped is not None or core.busy else QUIET_MS
 
 
-def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Command]) -> None:
+def _take_commands(core: EngineCore, front_ends: FrontEnds) -> None:
     """Carry out every command that has arrived."""
-    while True:
-        try:
-            command = decoder.decode(requests.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return
+    for command in front_ends.commands():
         if isinstance(command, Add):
             for request in command.whole():
                 core.add_request(request)
+        elif isinstance(command, Join):
+            front_ends.join(command, Ready(core.facts, os.getpid()))
         else:
             core.abort(command.aborts)
 

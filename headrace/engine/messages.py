@@ -1,4 +1,4 @@
-"""Defines the messages between the front end and the engine core's process, as msgspec structs."""
+"""Defines the messages between front ends and the engine core's process, as msgspec structs."""
 
 from __future__ import annotations
 
@@ -84,13 +84,24 @@ class AbortMany(msgspec.Struct, frozen=True, tag=True):
     aborts: list[Abort]
 
 
-Command = Add | AbortMany
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Tells the core of a further front end, which has bound two sockets for it. The core answers it with Ready."""
+
+    requests: str
+    """ZeroMQ address from which the core receives."""
+    replies: str
+    """ZeroMQ address to which the core sends."""
+
+
+Command = Add | AbortMany | Join
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Says that the core can take requests."""
 
     facts: CoreFacts
+    pid: int
+    """that of the core's process"""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

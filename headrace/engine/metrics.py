@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -23,6 +24,8 @@ from headrace.request import DraftCounts, EngineCoreOutput, EngineCoreOutputs, F
 from headrace.sampling_params import SamplingParams
 
 M = TypeVar("M", Counter, Gauge)
+Samples = list[tuple[str, str, dict[str, str], float]]
+"""(family, name, labels, value) of each value that is not 0."""
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
     *(80.0, 160.0, 640.0, 2560.0),
@@ -119,10 +122,13 @@ class EngineMetrics:
 
     def __init__(
         self, model_name: str, max_model_len: int, cache_config: dict[str, object], demoted: Sequence[str] = (),
-        rank: int = 0,
+        rank: int = 0, first: bool = True,
     ) -> None:  # fmt: skip
-        """`demoted`: kernels that failed the self-check at load and are not used. `rank`: which of several engines."""
+        """`demoted`: kernels that failed the self-check at load and are not used. `rank`: which of several engines.
+        `first`: whether this is the first of the front ends that share the engine. It alone shows what the engine
+        itself counts, and the others zeros: so all that they show adds up."""
         self.registry = CollectorRegistry()
+        self.first = first
         self.others: list[EngineMetrics] = []
         """Those of the engines that are shown beside this one."""
         self._labels = {"model_name": model_name, "engine": str(rank)}
@@ -193,7 +199,8 @@ class EngineMetrics:
         info = {"engine": str(rank), **{name: str(value) for name, value in cache_config.items()}}
         Gauge("vllm:cache_config_info", "Settings of the KV cache.", tuple(info), registry=self.registry).labels(
             **info
-        ).set(1)
+        ).set(first)
+        demoted = demoted if first else ()
         self._gauge("kernels_demoted", "Kernels that the self-check at load took out of service.", "headrace").set(
             len(demoted)
         )
@@ -228,23 +235,49 @@ class EngineMetrics:
         )
         return lambda reason: rejected.labels(**self._labels, reason=reason).inc()
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format, those of all engines under one heading each."""
+    def render(self, further: Iterable[Samples] = ()) -> bytes:
+        """Return all metrics in Prometheus' text format, those of all engines under one heading each. `further`: what
+        other front ends count, which is added."""
+        families = self._families()
+        added: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for family, name, labels, value in chain(*further):
+            added[family, name, tuple(labels.items())] += value
+        for shown in families.values() if added else ():
+            shown.samples = [
+                each._replace(value=each.value + added.pop((shown.name, each.name, tuple(each.labels.items())), 0.0))
+                for each in shown.samples
+            ]
+        for (family, name, items), value in added.items():  # with labels that have not come up here
+            families[family].add_sample(name, dict(items), value)
+        return generate_latest(_Collected(list(families.values())))
+
+    def samples(self) -> Samples:
+        """Return what this front end has counted, for the first one to add to its own."""
+        return [
+            (family.name, each.name, each.labels, each.value)
+            for family in self._families().values()
+            for each in family.samples
+            if each.value and not each.name.endswith("_created")
+        ]
+
+    def _families(self) -> dict[str, Metric]:
         families: dict[str, Metric] = {}
         for metrics in (self, *self.others):
             for family in metrics.registry.collect():
                 families.setdefault(family.name, family)
                 if families[family.name] is not family:
                     families[family.name].samples += family.samples
-        return generate_latest(_Collected(list(families.values())))
+        return families
 
     def show_engine(self) -> Callable[[bool], None]:
         """Show whether the engine serves, and how often it was started again. Returns what is told of each change."""
         up = self._gauge("engine_up", "1: this engine takes requests.", "headrace")
         restarts = self._counter("engine_restarts", "How often this engine has died and come back.", "headrace")
-        up.set(1)
+        up.set(self.first)
 
         def changed(serves: bool) -> None:
+            if not self.first:
+                return
             up.set(serves)
             restarts.inc(serves)
 
@@ -258,6 +291,12 @@ class EngineMetrics:
         """Take over the core's statistics; return an object that counts the outputs."""
         stats, seen = outputs.stats, self.stats
         self.stats = stats
+        if self.first:
+            self._take_counts(seen, stats)
+        return Iteration(self, outputs.timestamp or time.monotonic())
+
+    def _take_counts(self, seen: SchedulerStats, stats: SchedulerStats) -> None:
+        """Show what the core itself counts; `seen` was shown before."""
         self.step_times.times = stats.step_times
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
@@ -280,7 +319,6 @@ class EngineMetrics:
         if stats.graph_bytes != seen.graph_bytes:
             for kind in {*seen.graph_bytes, *stats.graph_bytes}:
                 self.graph_bytes.labels(**self._labels, kind=kind).set(stats.graph_bytes.get(kind, 0))
-        return Iteration(self, outputs.timestamp or time.monotonic())
 
     def _count_drafts(self, seen: DraftCounts, now: DraftCounts) -> None:
         self.drafts.inc(now.num_drafts - seen.num_drafts)

@@ -1,7 +1,8 @@
 """Bounds how many requests and prompt tokens may wait for the core; refuses more, with a time to come back after.
 
 It compares what was sent with what the core says it has received, so that the bound also holds between the core's
-messages. Knows nothing of HTTP.
+messages. Of several front ends each knows what waits in the core, whoever sent it, but not what others are about to
+send. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from headrace.config import EngineConfig
 from headrace.engine.metrics import EngineMetrics
 from headrace.errors import QueueFullError, RequestError
+from headrace.request import SchedulerStats
 
 SAMPLE_SECONDS = 1.0
 MAX_SAMPLES = 60
@@ -51,21 +53,27 @@ class QueueBound:
         """Whether anything waited when `observe` was last called."""
         self._rejected = metrics[0].show_queue(
             {
-                "max_queued_requests": lambda: self.max_requests,
-                "max_queued_tokens": lambda: self.max_tokens,
-                "queued_requests": lambda: self.num_requests,
-                "queued_tokens": lambda: self.num_tokens,
+                "max_queued_requests": lambda: self.max_requests if metrics[0].first else 0,
+                "max_queued_tokens": lambda: self.max_tokens if metrics[0].first else 0,
+                "queued_requests": lambda: self.num_requests - sum(each.num_waiting for each in self._of_others()),
+                "queued_tokens": lambda: self.num_tokens - sum(each.num_waiting_tokens for each in self._of_others()),
             }
         )
 
     @property
     def num_requests(self) -> int:
         """Requests that were reserved or sent and have not begun to run."""
-        return self._claimed.requests - sum(each.stats.num_received - each.stats.num_waiting for each in self._metrics)
+        sent = self._claimed.requests + sum(each.stats.others.num_received for each in self._metrics)
+        return sent - sum(each.stats.num_received - each.stats.num_waiting for each in self._metrics)
 
     @property
     def num_tokens(self) -> int:
-        return self._claimed.tokens - self._begun_tokens()
+        sent = self._claimed.tokens + sum(each.stats.others.num_received_tokens for each in self._metrics)
+        return sent - self._begun_tokens()
+
+    def _of_others(self) -> list[SchedulerStats]:
+        """Return the statistics of what another front end shows."""
+        return [each.stats for each in self._metrics if not each.first]
 
     @contextmanager
     def reserve(self, requests: int, tokens: int) -> Iterator[Reservation]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
+from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient, CoreLink
 from headrace.engine.joined import BLAME_SECONDS, what_ended_all
-from headrace.engine.messages import Abort, CoreFacts
+from headrace.engine.messages import Abort, CoreFacts, Join
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
 from headrace.engine.queue_bound import QueueBound
@@ -40,15 +40,13 @@ PROBE_SECONDS = 10.0
 RESTART_SECONDS, LONGEST_RESTART_SECONDS = 1.0, 60.0
 """Pause after a start that failed; it doubles each time."""
 
-StartCore = Callable[[int], AsyncMPClient]
-
 
 @dataclass
 class Replica:
     """Holds one engine as the front end sees it."""
 
     rank: int
-    client: AsyncMPClient
+    client: CoreLink
     metrics: EngineMetrics
     outputs: OutputProcessor
     load: EngineLoad
@@ -84,12 +82,10 @@ class Replicas:
     """Holds the cores that run here. To be used from one event loop."""
 
     def __init__(
-        self, start: StartCore, clients: dict[int, AsyncMPClient], facts: list[CoreFacts],
+        self, clients: dict[int, CoreLink], facts: list[CoreFacts],
         metrics: list[EngineMetrics], queue: QueueBound, tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
-        """`start`: starts the core of a rank. `clients`: those that have started, by rank; `facts` and `metrics` are
-        parallel to them."""
-        self._start = start
+        """`clients`: those of the cores that have started, by rank; `facts` and `metrics` are parallel to them."""
         self._joined = facts[0].config.joined_engines > 1
         self._queue = queue
         self._speed = Speed()
@@ -150,6 +146,12 @@ class Replicas:
     def states(self) -> dict[str, str]:
         """Return what each engine does, by rank."""
         return {str(each.rank): "serving" if (why := each.problem()) is None else str(why) for each in self._all}
+
+    def join(self, sockets: Mapping[int, Join]) -> None:
+        """Tell the cores, which this process runs, of a further front end: of its sockets for each, by rank."""
+        for each in self._all:
+            assert isinstance(each.client, AsyncMPClient)
+            each.client.join(sockets[each.rank])
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """End open requests with EngineDeadError, and all cores. No process is left when this returns."""
@@ -269,8 +271,7 @@ class Replicas:
         """Start a core again, as often as it takes."""
         pause = RESTART_SECONDS
         while True:
-            await replica.client.shutdown(timeout=0.0)
-            replica.client = self._start(replica.rank)
+            replica.client = await replica.client.again()
             try:
                 facts = await replica.client.ready()
                 break

@@ -129,7 +129,9 @@ class EngineLoad:
         if prompt_tokens > self.cache_tokens:
             return math.inf
         work = prompt_tokens - self.cached_tokens(keys)
-        until = self.speed.seconds(self._pending_tokens + work + REQUEST_TOKENS * self.num_open())
+        others = self.stats.others
+        ahead = self._pending_tokens + others.num_pending_tokens
+        until = self.speed.seconds(ahead + work + REQUEST_TOKENS * (self.num_open() + others.num_open))
         return max(until * self._pace_at(now), self._room_wait(prompt_tokens, now))
 
     def add(self, request_id: str, keys: Sequence[bytes], prompt_tokens: int, choices: int, now: float) -> None:
@@ -190,8 +192,9 @@ class EngineLoad:
             return 0.0
         page = self.cache_tokens / stats.num_blocks
         free, used = stats.num_free_blocks * page, (stats.num_blocks - stats.num_free_blocks) * page
-        ahead = max(0, self.sent - stats.num_received) + stats.num_waiting
-        ahead_tokens = max(0, self.sent_tokens - stats.num_received_tokens) + stats.num_waiting_tokens
+        sent, sent_tokens = self.sent + stats.others.num_received, self.sent_tokens + stats.others.num_received_tokens
+        ahead = max(0, sent - stats.num_received) + stats.num_waiting
+        ahead_tokens = max(0, sent_tokens - stats.num_received_tokens) + stats.num_waiting_tokens
         short = max(0.0, ahead_tokens + prompt_tokens - free) / max(1.0, used / stats.num_running)
         ends = max(short, ahead + 1 + stats.num_running - self.max_num_seqs)
         rate = max(self._recent_finishes(now), 0.1) / FINISH_SECONDS

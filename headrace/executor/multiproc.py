@@ -59,7 +59,7 @@ def start_rank(config: RankConfig) -> Child:
         "NCCL_SOCKET_IFNAME": network,
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # sums do without it, and not every machine lends it
     }
-    return spawn("headrace.executor.rank", msgspec.msgpack.encode(config), **variables)
+    return spawn("headrace.executor.rank", msgspec.msgpack.encode(config), variables)
 
 
 class _Handle:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ from headrace.step import WorkerFacts
 
 logger = logging.getLogger(__name__)
 
+STREAM_RATE = 24_000
+"""Tokens a second that one HTTP process streams, in events of one token, on a core of a server."""
 USUAL_CONTEXT = 1024
 """Tokens of a request where nobody says how many, for what guessing gives; it depends little on them."""
 
@@ -121,6 +124,29 @@ def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], n
     except ConfigError as error:
         logger.info("no prediction: %s", error)
         return None
+
+
+def most_output(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_pages: int) -> float | None:
+    """Predict the output tokens a second of an engine that runs as many requests as it can. None: as of `expect`."""
+    full = expect(config.replace(expected_concurrency=config.max_num_seqs), model, facts, num_pages)
+    return None if full is None else full.prediction.output_tok_s
+
+
+def decide_http_processes(given: int | None, engines: int, most: float | None, one_because: str = "") -> Decision:
+    """Decide how many HTTP processes serve `engines` engines, which give `most` output tokens a second together.
+    `one_because`: what does not go with several; empty: nothing."""
+    field, each = "api_server_count", f"one process streams about {STREAM_RATE:,} tokens/s"
+    if given is not None:
+        return Decision(field, given, "given", source="user")
+    if engines == 1:
+        return Decision(field, 1, "one engine")
+    if most is None:
+        return Decision(field, 1, f"{each}, and nothing predicts what {engines} engines give: more may be needed")
+    wanted = min(engines, max(1, math.ceil(most / STREAM_RATE)))
+    reason = f"{each}, and {engines} engines give {most:,.0f} at most"
+    if wanted > 1 and one_because:
+        return Decision(field, 1, one_because, f"{wanted}: {reason}")
+    return Decision(field, wanted, reason)
 
 
 def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> StepPrediction | None:

@@ -28,6 +28,7 @@ from headrace.server.messages import answer_message, count_tokens
 from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.output_formats import choose_formats
 from headrace.server.parse_text import parse_function_call, separate_reasoning
+from headrace.server.relay import relay
 from headrace.server.replies import AnthropicError, error_response, json_response, wire_of
 from headrace.server.response_shapes import EVENTS, Deleted, ResponseObject, ResponsesRequest
 from headrace.server.serving import Serving
@@ -44,13 +45,13 @@ OPERATIONS = (
     Operation("/v1/chat/completions", answer_chat, "Answer a conversation", answers.ChatCompletion, GENERATION_ERRORS,
               protocol.ChatCompletionRequest, events=(answers.ChatChunk,)),
     Operation("/v1/responses", responses.answer_response, "Answer input items", ResponseObject, GENERATION_ERRORS,
-              ResponsesRequest, events=EVENTS),
+              ResponsesRequest, events=EVENTS, of_first=True),
     Operation("/v1/responses/{response_id}", responses.show_response, "Show a stored answer", ResponseObject,
-              (400, 401, 404)),
+              (400, 401, 404), of_first=True),
     Operation("/v1/responses/{response_id}", responses.delete_response, "Forget a stored answer", Deleted, (401, 404),
-              verb="DELETE"),
+              verb="DELETE", of_first=True),
     Operation("/v1/responses/{response_id}/cancel", responses.cancel_response, "End an answer made in the background",
-              ResponseObject, (400, 401, 404), verb="POST"),
+              ResponseObject, (400, 401, 404), verb="POST", of_first=True),
     Operation("/v1/messages", answer_message, "Answer a conversation, as Anthropic's API does", Message,
               GENERATION_ERRORS, MessagesRequest, events=get_args(StreamEvent), error=AnthropicError),
     Operation("/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", TokenCount,
@@ -83,7 +84,7 @@ OPERATIONS = (
               BODY_ERRORS, protocol.SeparateReasoningRequest),
     Operation("/health", info.health, "200 while the engine steps", None, (503,), needs_key=False),
     Operation("/ping", info.health, "The same as /health, behind the key", None, (401, 503)),
-    Operation("/metrics", info.metrics, "Prometheus metrics", None, (401,)),
+    Operation("/metrics", info.metrics, "Prometheus metrics", None, (401,), of_first=True),
     Operation("/version", info.version, "The version of headrace", None, (401,)),
 )  # fmt: skip
 
@@ -143,18 +144,33 @@ def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
     async def docs(serving: Serving, request: Request) -> Response:
         return HTMLResponse(page(document(), f"{server_config.root_path}/openapi.json"))
 
-    def route(path: str, handler: Handler, *methods: str, generates: bool = False) -> Route:
+    def route(
+        path: str, handler: Handler, *methods: str, generates: bool = False, has_body: bool | None = None
+    ) -> Route:
+        """`has_body`: whether a request that the first HTTP process answers has one; None: any process answers."""
+
         async def endpoint(request: Request) -> Response:
             if serving.draining and request.method == "POST":
                 raise ServerStoppingError
             if generates and serving.engine.limits.pooling is not None:
                 raise RequestError(NO_TEXT, "model")
+            if serving.first and has_body is not None:
+                return await serving.until_stopped(relay(serving, request, has_body))
             return await serving.until_stopped(handler(serving, request))
 
         return Route(path, endpoint, methods=methods)
 
     return [
-        *(route(one.path, one.handler, one.method, generates=bool(one.events)) for one in OPERATIONS),
+        *(
+            route(
+                one.path,
+                one.handler,
+                one.method,
+                generates=bool(one.events),
+                has_body=one.body is not None if one.of_first else None,
+            )
+            for one in OPERATIONS
+        ),
         route("/ping", info.health, "POST"),
         route("/openapi.json", openapi_json, "GET"),
         route("/docs", docs, "GET"),

@@ -2,6 +2,9 @@
 
 A connection beyond the bound goes to a small reserve, in which those two routes are answered and all others get 503.
 When the reserve is full, its oldest connection that has requested nothing is closed.
+
+Several HTTP processes can listen on one socket. Each sees how many connections the others have, and leaves a new one to
+whoever has the fewest, as long as that one comes for it soon.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 import resource
 import socket
 import time
@@ -38,6 +42,8 @@ BATCH_BEYOND = 4
 """The same beyond the bound: the reserve takes several rounds to fill, so a client that sends at once is answered."""
 TICK = 0.1
 """Seconds between two calls of uvicorn's `on_tick`."""
+TURN_SECONDS, LOOK_SECONDS = 0.02, 0.001
+"""How long a new connection is left to a process that has fewer, which may be busy, and how often one looks again."""
 WARN_SECONDS = 60.0
 """Least time between two warnings with the same text."""
 
@@ -61,12 +67,35 @@ def connection_bound(wanted: int | None) -> int:
     return wanted or min(room, MOST_CONNECTIONS)
 
 
-class HttpServer(uvicorn.Server):
-    """Takes connections from one listening socket until `should_exit` is set. It handles no signals: uvicorn would
-    raise them again after a clean stop, and the exit code would not be 0."""
+class Shares:
+    """Holds how many connections each of several processes has, in memory that all of them see."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, graceful_seconds: int) -> None:
-        """`config.max_connections`: a number, from `connection_bound`."""
+    def __init__(self, descriptor: int, number: int) -> None:
+        """`descriptor`: a file with four bytes for each process; `number`: which of them this is."""
+        self._counts = memoryview(mmap.mmap(descriptor, 0)).cast("I")
+        self._number = number
+
+    def note(self, connections: int) -> None:
+        """Let the others see how many connections this process has."""
+        self._counts[self._number] = connections
+
+    @property
+    def others_have_fewer(self) -> bool:
+        """Return whether another process has fewer connections than this one. An eighth more does not count."""
+        fewest = min(self._counts)
+        return self._counts[self._number] > fewest + fewest // 8
+
+
+class HttpServer(uvicorn.Server):
+    """Takes connections from a listening socket until `should_exit` is set. It handles no signals: uvicorn would raise
+    them again after a clean stop, and the exit code would not be 0."""
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, graceful_seconds: int, shares: Shares | None = None,
+        inside: ASGIApp | None = None,
+    ) -> None:  # fmt: skip
+        """`config.max_connections`: a number, from `connection_bound`. `shares`: where others listen on the same
+        socket. `inside`: answers their requests, which come by a second socket, on which no client can connect."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -87,6 +116,10 @@ class HttpServer(uvicorn.Server):
         self.timeouts = Timeouts(config.header_timeout, config.body_timeout, config.send_timeout)
         prefix = config.root_path.rstrip("/")
         self._probes = frozenset((*PROBES, *(prefix + path for path in PROBES)))
+        self._shares = shares
+        self._inside = inside
+        self._left_since = 0.0
+        """Since when there has been a connection that is left to another process; 0.0: there is none."""
         self._ordinary: set[BoundedHttpProtocol] = set()
         self._reserve: dict[BoundedHttpProtocol, None] = {}
         """Connections beyond the bound, oldest first."""
@@ -108,14 +141,18 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
-        (self._listener,) = sockets
+        self._listener, *self._inner_listeners = sockets
         self._loop = asyncio.get_running_loop()
         self.servers = []
+        for listener in self._inner_listeners:
+            self._loop.add_reader(listener, self._accept_inside, listener)
         self._listen()
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop.remove_reader(self._listener)
+        for listener in (self._listener, *self._inner_listeners):
+            self._loop.remove_reader(listener)
+        self._accepting = True  # nobody listens any more
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -139,6 +176,7 @@ class HttpServer(uvicorn.Server):
     def forget(self, connection: BoundedHttpProtocol) -> None:
         self._ordinary.discard(connection)
         self._reserve.pop(connection, None)
+        self._note()
 
     def _listen(self) -> None:
         if not self._accepting:
@@ -147,9 +185,12 @@ class HttpServer(uvicorn.Server):
 
     def _accept(self) -> None:
         for _ in range(BATCH if len(self._ordinary) < self.bound else BATCH_BEYOND):
+            if self._leave_to_others():
+                return
             try:
                 client, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError):
+                self._left_since = 0.0
                 return
             except ConnectionAbortedError:
                 continue
@@ -160,10 +201,41 @@ class HttpServer(uvicorn.Server):
                 return
             self._take(client)
 
-    def _take(self, client: socket.socket) -> None:
-        connection = BoundedHttpProtocol(
+    def _leave_to_others(self) -> bool:
+        """Return whether the next connection is for another process, unless it has left it for too long."""
+        if self._shares is None or not self._shares.others_have_fewer:
+            self._left_since = 0.0
+            return False
+        now = time.monotonic()
+        self._left_since = self._left_since or now
+        if now - self._left_since > TURN_SECONDS:
+            self._left_since = 0.0
+            return False
+        self._loop.remove_reader(self._listener)
+        self._accepting = False
+        self._loop.call_later(LOOK_SECONDS, self._listen)
+        return True
+
+    def _note(self) -> None:
+        if self._shares is not None:
+            self._shares.note(self.num_connections)
+
+    def _accept_inside(self, listener: socket.socket) -> None:
+        """Take a connection of another HTTP process, which no bound counts."""
+        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
+            client, _ = listener.accept()
+            connection = self._connection()
+            assert self._inside is not None
+            connection.app = self._inside
+            self._begin(connection, client)
+
+    def _connection(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(
             self, self.timeouts, config=self.config, server_state=self.server_state, app_state={}, _loop=self._loop
         )
+
+    def _take(self, client: socket.socket) -> None:
+        connection = self._connection()
         if len(self._ordinary) < self.bound:
             self._ordinary.add(connection)
         elif len(self._reserve) < RESERVE or self._close_silent():
@@ -175,6 +247,10 @@ class HttpServer(uvicorn.Server):
         else:
             client.close()
             return
+        self._note()
+        self._begin(connection, client)
+
+    def _begin(self, connection: BoundedHttpProtocol, client: socket.socket) -> None:
         client.setblocking(False)
         task = self._loop.create_task(self._connect(connection, client))
         self._connecting.add(task)

@@ -24,6 +24,7 @@ from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.answers import DetokenizeAnswer, ModelCard, ModelList, PlanAnswer, TokenizeAnswer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
 from headrace.server.protocol import DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
+from headrace.server.relay import AnswerEndedError, samples_of
 from headrace.server.replies import error_response, json_response
 from headrace.server.requests import receive
 from headrace.server.serving import Serving
@@ -118,7 +119,11 @@ async def health(serving: Serving, http: Request) -> Response:
 
 
 async def metrics(serving: Serving, http: Request) -> Response:
-    return Response(serving.engine.metrics.render(), 200, media_type=METRICS_TYPE)
+    try:
+        further = await asyncio.gather(*map(samples_of, serving.further))
+    except (OSError, AnswerEndedError):  # one has ended, so all do
+        raise ServerStoppingError from None
+    return Response(serving.engine.metrics.render(further), 200, media_type=METRICS_TYPE)
 
 
 async def version(serving: Serving, http: Request) -> Response:

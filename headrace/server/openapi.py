@@ -49,6 +49,8 @@ class Operation:
     error: type = ErrorObject
     """The shape of an error's body."""
     verb: str | None = None
+    of_first: bool = False
+    """Of several HTTP processes the first one answers for all: what it takes is known there alone."""
 
     @property
     def method(self) -> str:

@@ -1,4 +1,7 @@
-"""Runs `headrace serve`: takes the port, starts the engine, serves until a signal comes, and stops everything."""
+"""Runs `headrace serve`: takes the port, starts the engine, serves until a signal comes, and stops everything.
+
+With several HTTP processes this is the first one, which owns the port, the cores and the others (http_processes.py).
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,25 @@ import dataclasses
 import gc
 import ipaddress
 import logging
+import math
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import uvloop
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
+from headrace.planner.served import decide_http_processes
 from headrace.process import configure_logging, exit_at_once
 from headrace.server.app import build_app
-from headrace.server.http_server import HttpServer, connection_bound
+from headrace.server.http_processes import HttpProcesses
+from headrace.server.http_server import HttpServer, Shares, connection_bound
 from headrace.server.output_formats import check_parser_names
 from headrace.server.startup import startup_lines
 
@@ -50,7 +57,7 @@ def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: 
     server_config = dataclasses.replace(server_config, max_connections=bound)
     listener = listen_on(server_config.host, server_config.port)
     warn_if_open(listener, server_config)
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, server_config, listener, start_engine or AsyncEngine.start))
 
 
@@ -75,6 +82,15 @@ def listen_on(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listen_inside(path: str) -> socket.socket:
+    """Return a listening socket for other HTTP processes of the server."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
 def warn_if_open(listener: socket.socket, server_config: ServerConfig) -> None:
     """Warn if everybody who can reach this machine could use the server."""
     address = listener.getsockname()[0]
@@ -85,10 +101,10 @@ def warn_if_open(listener: socket.socket, server_config: ServerConfig) -> None:
 async def _serve(
     config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
 ) -> int:
-    with _signals() as stop:
+    with signals() as stop, contextlib.ExitStack() as opened:
         say(f"headrace {__version__}: loading {config.model}")
         began = time.monotonic()
-        starting = asyncio.ensure_future(start_engine(config))
+        starting = asyncio.ensure_future(_start(config, server_config, listener, start_engine))
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -98,49 +114,114 @@ async def _serve(
         stopped.cancel()
         if stop.is_set() and starting.exception() is not None:  # a signal to the process group ended the core as well
             return 0
-        engine = await starting
-        names = engine.config.served_model_name or [engine.config.model]
+        started = await starting
+        engine, processes = started.engine, started.processes
         try:
-            app = build_app(engine, server_config, names)
-            gc.collect()
-            gc.freeze()  # what the start made is never garbage, and scanning it stalls all streams for 50 ms
-            gc.set_threshold(*GC_THRESHOLDS)
+            app = build_app(engine, started.server_config, _names(engine))
+            listeners, shares = [listener], None
+            if processes is not None:
+                app.state.serving.further, app.state.serving.created = processes.further, processes.created
+                listeners.append(opened.enter_context(listen_inside(processes.first)))
+                shares = Shares(processes.shares, 0)
+            settle_garbage()
             for line in startup_lines(engine, app.state.serving.formats, time.monotonic() - began):
                 say(line)
-            await _serve_app(app, names, server_config, listener, stop)
+            ended = await serve_app(app, started.server_config, listeners, stop, shares, app, processes)
         finally:
+            if processes is not None:
+                await processes.stop(CLOSE_SECONDS)
             await engine.shutdown(ENGINE_SECONDS)
     say("stopped")
-    return 0
+    return 1 if ended else 0
 
 
-async def _serve_app(
-    app: Starlette, names: list[str], server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
-) -> None:
-    server = HttpServer(app, server_config, CLOSE_SECONDS)
-    app.state.serving.engine.metrics.http_connections.set_function(lambda: server.num_connections)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """Holds what runs once the server has started."""
+
+    engine: AsyncEngine
+    processes: HttpProcesses | None
+    server_config: ServerConfig
+    """as each HTTP process has it"""
+
+
+async def _start(
+    config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
+) -> _Started:
+    """Start the engine, and as many further HTTP processes as it needs."""
+    engine = await start_engine(config)
+    processes = None
+    try:
+        one_because = "" if server_config.runtime_lora_folder is None else "clients may load adapters"
+        given = server_config.api_server_count
+        decision = decide_http_processes(given, engine.num_engines, engine.most_output, one_because)
+        if given is not None or engine.num_engines > 1:
+            engine.decisions.append(decision)
+        if (count := decision.value) > 1:
+            assert server_config.max_connections is not None
+            most = math.ceil(server_config.max_connections / count)
+            server_config = dataclasses.replace(server_config, max_connections=most)
+            processes = HttpProcesses(engine, config, server_config, listener, decision)
+            await processes.ready()
+    except BaseException:
+        if processes is not None:
+            await processes.stop(0.0)
+        await engine.shutdown(ENGINE_SECONDS)
+        raise
+    return _Started(engine, processes, server_config)
+
+
+def settle_garbage() -> None:
+    """Tell Python's garbage collector that the start is over."""
+    gc.collect()
+    gc.freeze()  # what the start made is never garbage, and scanning it stalls all streams for 50 ms
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+async def serve_app(
+    app: Starlette, server_config: ServerConfig, listeners: Sequence[socket.socket], stop: asyncio.Event,
+    shares: Shares | None = None, inside: ASGIApp | None = None, processes: HttpProcesses | None = None,
+) -> str:  # fmt: skip
+    """Serve until `stop` is set, or one of `processes` has ended; return what the log says of that, or nothing.
+    `shares`, `inside`: see HttpServer."""
+    server, serving = HttpServer(app, server_config, CLOSE_SECONDS, shares, inside), app.state.serving
+    says: Callable[[str], None] = logger.debug if serving.first else say
+    serving.engine.metrics.http_connections.set_function(lambda: server.num_connections)
+    running = asyncio.create_task(server.serve(sockets=[*listeners]))
+    while not server.started and not running.done():
         await asyncio.sleep(0.005)
-    if not serving.done():
-        host, port = listener.getsockname()[:2]
+    ended: asyncio.Future[str] = asyncio.Future() if processes is None else processes.ended
+    if not running.done():
+        host, port = listeners[0].getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        say("Application startup complete")
-        say(f"serving {', '.join(names)} on http://{address} (docs: http://{address}/docs; Ctrl-C stops)")
+        says("Application startup complete")
+        names = ", ".join(_names(serving.engine))
+        says(f"serving {names} on http://{address} (docs: http://{address}/docs; Ctrl-C stops)")
         stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running, stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-    if not serving.done():
+    why = ended.result() if ended.done() else ""
+    if why:
+        logger.error("%s", why)
+    if not running.done():
         seconds = server_config.shutdown_timeout
-        say(f"stopping: running requests have {seconds:g} s to finish (Ctrl-C again: at once)")
-        await app.state.serving.drain(seconds)
+        says(f"stopping: running requests have {seconds:g} s to finish (Ctrl-C again: at once)")
+        if processes is not None:
+            processes.terminate()
+        await serving.drain(seconds)
         server.should_exit = True
-        app.state.serving.stop()
-    await serving
+        serving.stop()
+    await running
+    return why
+
+
+def _names(engine: AsyncEngine) -> list[str]:
+    """Return the names that requests may use."""
+    return engine.config.served_model_name or [engine.config.model]
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[asyncio.Event]:
+def signals() -> Iterator[asyncio.Event]:
     """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets. A second signal ends the process and its
     children."""
     stop = asyncio.Event()

@@ -48,11 +48,17 @@ class Serving:
     """Open requests may finish, and new ones are refused."""
     stopping: bool = False
     """Open requests end now."""
+    first: str = ""
+    """Where the first HTTP process answers for this one; empty: this is the first."""
+    further: list[str] = field(default_factory=list)
+    """Where the others, of which this is the first, say what they have counted."""
     logged: set[str] = field(default_factory=set)
     """Ignored fields of requests that the log has named."""
     responses: ResponseStore = field(init=False)
     """Answers of /v1/responses that later requests may ask for."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
+    _ending: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What ends by itself once the server stops."""
     _workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
@@ -90,8 +96,8 @@ class Serving:
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, and wait until those that are open have ended, at most so many seconds."""
         self.draining, until = True, time.monotonic() + seconds
-        while self._running and (left := until - time.monotonic()) > 0:
-            await asyncio.wait(self._running, timeout=left)
+        while (tasks := self._running | self._ending) and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(tasks, timeout=left)
 
     def stop(self) -> None:
         """End every open request: with status 503 if nothing was sent, else with an error event."""
@@ -122,17 +128,21 @@ class Serving:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def until_disconnect(self, receive: Receive, work: Coroutine[None, None, None]) -> None:
-        """Run `work`, and cancel it at once if the client disconnects. The body must have been read before."""
+    async def until_disconnect(
+        self, receive: Receive, work: Coroutine[None, None, None], ends_itself: bool = False
+    ) -> None:
+        """Run `work`, and cancel it at once if the client disconnects. The body must have been read before.
+        `ends_itself`: it is not cancelled when the server stops."""
         task = asyncio.create_task(work)
         watcher = asyncio.create_task(_disconnected(receive))
-        self._running.add(task)
+        tasks = self._ending if ends_itself else self._running
+        tasks.add(task)
         try:
             await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
         finally:
-            self._running.discard(task)
+            tasks.discard(task)
             task.cancel()
             watcher.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)

@@ -40,6 +40,8 @@ def startup_lines(engine: AsyncEngine, formats: OutputFormats, seconds: float) -
         f"CUDA graphs: {setting('cudagraph_mode')}",
         formats.line,
     ]
+    if "api_server_count" in decisions:
+        lines.append(f"HTTP processes: {setting('api_server_count')}")
     lines += [str(line) for line in (engine.memory, engine.expected) if line is not None]
     if engine.default_sampling:
         defaults = ", ".join(f"{name}={value}" for name, value in engine.default_sampling.items())

@@ -156,7 +156,7 @@ class TestDataParallel:
     def test_a_killed_engine_comes_back_and_a_killed_server_takes_all_along(self) -> None:
         """Of the second machine of two, with a balancer between them."""
         hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2", "--data-parallel-start-rank", "2")
-        with Serve("demo", "-dp", "4", *hybrid, "--dtype", "float32") as server:
+        with Serve("demo", "-dp", "4", *hybrid, "--dtype", "float32", "-asc", "2") as server:
             text = server.complete(max_tokens=8)
             cores = server.children("headrace.engine.core_process")
             assert len(cores) == 2

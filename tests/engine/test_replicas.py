@@ -13,6 +13,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.engine import replicas
 from headrace.engine.async_engine import AsyncEngine
+from headrace.engine.core_client import CoreLink
 from headrace.engine.replicas import MOST_LOST
 from headrace.errors import CheckpointError, ConfigError, EngineDeadError
 from headrace.llm import LLM
@@ -116,8 +117,8 @@ async def test_while_none_serves_that_is_said(folder: Path, monkeypatch: pytest.
     config = EngineConfig(model=str(folder), data_parallel_size=2)
     engine = await AsyncEngine.start(config, executor="tests.engine.fakes:make_delayed")
     try:
-        engine.replicas._start = lambda rank: AsyncEngineStub()  # type: ignore[assignment,return-value]
         for each in engine.replicas._all:
+            monkeypatch.setattr(each.client, "again", NoSecondStart(each.client).again)
             os.kill(each.client.pid, signal.SIGKILL)
         await eventually(lambda: all(each.error is not None for each in engine.replicas._all))
         with pytest.raises(EngineDeadError, match="none of 2 engines serves now: engine 0: the engine core died"):
@@ -129,8 +130,15 @@ async def test_while_none_serves_that_is_said(folder: Path, monkeypatch: pytest.
         await engine.shutdown()
 
 
-class AsyncEngineStub:
-    """A core that cannot start."""
+class NoSecondStart:
+    """A core that cannot start again."""
+
+    def __init__(self, first: CoreLink) -> None:
+        self.first = first
+
+    async def again(self) -> NoSecondStart:
+        await self.first.shutdown(0.0)
+        return self
 
     async def ready(self) -> None:
         raise EngineDeadError("there is no second start here")

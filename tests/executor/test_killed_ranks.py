@@ -32,8 +32,8 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     """The ranks that the test starts."""
     started: list[Child] = []
 
-    def noting(module: str, config: bytes, **environment: str) -> Child:
-        started.append(spawn(module, config, **environment))
+    def noting(module: str, config: bytes, environment: dict[str, str]) -> Child:
+        started.append(spawn(module, config, environment))
         return started[-1]
 
     monkeypatch.setattr(multiproc, "spawn", noting)
@@ -95,8 +95,8 @@ def test_a_rank_that_hangs_is_noticed_and_named(children: list[Child]) -> None:
 def test_a_rank_killed_while_it_loads(children: list[Child], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the others have met it."""
 
-    def killing(module: str, config: bytes, **environment: str) -> Child:
-        child = spawn(module, config, **environment)
+    def killing(module: str, config: bytes, environment: dict[str, str]) -> Child:
+        child = spawn(module, config, environment)
         if len(children) == 1:
             child.process.kill()
         children.append(child)

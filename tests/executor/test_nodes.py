@@ -98,8 +98,8 @@ def test_ranks_on_two_machines_answer_as_on_one_and_a_killed_one_is_named(
 ) -> None:
     ranks: dict[int, Child] = {}
 
-    def noting(module: str, config: bytes, **environment: str) -> Child:
-        child = spawn(module, config, **environment)
+    def noting(module: str, config: bytes, environment: dict[str, str]) -> Child:
+        child = spawn(module, config, environment)
         ranks[msgspec.msgpack.decode(config, type=RankConfig).rank] = child
         return child
 

@@ -32,9 +32,9 @@ def test_both_ranks_get_the_same_smaller_plan(
 
     children: list[Child] = []
 
-    def spawn_short(module: str, config: bytes, **environment: str) -> Child:
+    def spawn_short(module: str, config: bytes, environment: dict[str, str]) -> Child:
         assert module == "headrace.executor.rank"
-        children.append(spawn("tests.executor.short_rank", config, **environment))
+        children.append(spawn("tests.executor.short_rank", config, environment))
         return children[-1]
 
     monkeypatch.setattr(multiproc, "spawn", spawn_short)

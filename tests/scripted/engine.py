@@ -30,6 +30,7 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.engine import core_client, core_process
 from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.build import build_core
+from headrace.engine.front_ends import FrontEnds
 from headrace.engine.messages import CoreConfig, Failed, Ready
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, crossing_name
@@ -159,7 +160,7 @@ class _CoreThread:
 
     pid = 0
 
-    def __init__(self, module: str, payload: bytes, **environment: str) -> None:
+    def __init__(self, module: str, payload: bytes, environment: dict[str, str]) -> None:
         assert module == "headrace.engine.core_process"
         self.process = self
         self.asked = False
@@ -169,19 +170,14 @@ class _CoreThread:
     def _run(self, payload: bytes) -> None:
         core_config = msgspec.msgpack.decode(payload, type=CoreConfig)
         context = zmq.Context()
-        requests, replies = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        for socket, address in ((requests, core_config.requests), (replies, core_config.replies)):
-            socket.set(zmq.RCVHWM, 0)
-            socket.set(zmq.SNDHWM, 0)
-            socket.connect(address)
-        outbox = core_process._Outbox(replies)
+        front_ends = FrontEnds(context, core_config.requests, core_config.replies)
         core = None
         try:
             core = build_core(core_config.config, Path(core_config.folder), True, core_config.executor)
-            outbox.send(Ready(core.facts))
-            core_process._loop(core, requests, outbox, self)  # type: ignore[arg-type]
+            front_ends.send(Ready(core.facts, self.pid))
+            core_process._loop(core, front_ends, self)  # type: ignore[arg-type]
         except Exception as error:
-            outbox.send(Failed(crossing_name(error), str(error)))
+            front_ends.send(Failed(crossing_name(error), str(error)))
             raise
         finally:
             context.destroy(linger=core_process.LINGER_MS)
