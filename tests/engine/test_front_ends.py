@@ -10,8 +10,13 @@ import msgspec
 import pytest
 import zmq
 
+from headrace.config import EngineConfig
 from headrace.engine.front_ends import FrontEnds
 from headrace.engine.messages import Abort, AbortMany, Add, Command, Failed, Join, Reply, Stepped
+from headrace.engine.metrics import EngineMetrics
+from headrace.engine.queue_bound import QueueBound
+from headrace.engine.router import EngineLoad, Speed, choose
+from headrace.errors import QueueFullError
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, OtherFrontEnds
 from headrace.request import SchedulerStats as Stats
 from headrace.sampling_params import SamplingParams
@@ -110,3 +115,56 @@ def test_an_abort_is_forgotten(core: tuple[FrontEnds, Door, Door]) -> None:
     assert one.heard() == [(["c", "early"], OtherFrontEnds(0, 0, 1, 50))], "what nobody asks for goes to the first"
     front_ends.send_snapshot(EngineCoreOutputs(outputs=[], stats=Stats()), busy=False)
     assert other.heard()[-1] == ([], OtherFrontEnds(0, 0, 1, 10))
+
+
+def metrics_of(first: bool, demoted: tuple[str, ...] = ("norm",)) -> EngineMetrics:
+    return EngineMetrics("m", 64, {}, demoted, first=first)
+
+
+def test_counts_add_up_and_what_the_core_counts_is_shown_once() -> None:
+    one, other = metrics_of(first=True), metrics_of(first=False)
+    stats = Stats(num_running=3, num_preemptions=2, num_blocks=4, num_free_blocks=1)
+    for metrics, tokens in ((one, 5), (other, 8)):
+        metrics.generation_tokens.inc(tokens)
+        metrics.first_token.observe(0.5)
+        metrics.show_engine()
+        metrics.begin_iteration(EngineCoreOutputs(outputs=[], stats=stats)).end()
+    other.show_queue({})("queued_tokens")
+    one.show_queue({})
+    shown = one.render([other.samples()]).decode()
+    labels = 'engine="0",model_name="m"'
+    for line in (
+        f"vllm:generation_tokens_total{{{labels}}} 13.0", f"vllm:num_requests_running{{{labels}}} 3.0",
+        f"vllm:num_preemptions_total{{{labels}}} 2.0", f"vllm:kv_cache_usage_perc{{{labels}}} 0.75",
+        f"headrace:kernels_demoted{{{labels}}} 1.0", f"headrace:engine_up{{{labels}}} 1.0",
+        f'headrace:requests_rejected_total{{{labels},reason="queued_tokens"}} 1.0',
+        f"vllm:time_to_first_token_seconds_count{{{labels}}} 2.0",
+        'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.5",model_name="m"} 2.0',
+    ):  # fmt: skip
+        assert f"\n{line}\n" in f"\n{shown}", line
+    assert one.render().decode().count("13.0") == 0, "nothing is kept of what was added"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_bound_of_the_queue_counts_what_others_have_sent(first: bool) -> None:
+    metrics = metrics_of(first)
+    queue = QueueBound(EngineConfig(max_queued_requests=10, max_queued_tokens=100), [metrics])
+    queue.sent(2, 20, None)
+    others = OtherFrontEnds(num_received=7, num_received_tokens=70)
+    metrics.stats = Stats(num_received=8, num_received_tokens=80, num_waiting=6, num_waiting_tokens=60, others=others)
+    assert (queue.num_requests, queue.num_tokens) == (7, 70), "six wait, and one of our own is on its way"
+    with pytest.raises(QueueFullError, match="7 requests wait, this request adds 4"), queue.reserve(4, 1):
+        pass
+    shown = metrics.render().decode()
+    for name, value in (("queued_requests", 7 if first else 1), ("max_queued_requests", 10 if first else 0)):
+        assert f'headrace:{name}{{engine="0",model_name="m"}} {value:.1f}\n' in shown
+
+
+def test_a_router_counts_what_others_have_sent() -> None:
+    speed = Speed()
+    busy, idle = (EngineLoad(speed, 1024, 64, lambda: 1) for _ in range(2))
+    busy.took([], Stats(others=OtherFrontEnds(num_open=3)), 0.0)
+    idle.took([], Stats(), 0.0)
+    assert choose([busy, idle], [], 10, 1.0) == 1
+    idle.took([], Stats(others=OtherFrontEnds(num_pending_tokens=500)), 0.0)
+    assert choose([busy, idle], [], 10, 1.0) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
 import socket
 import time
@@ -13,9 +15,12 @@ import httpx
 import psutil
 import pytest
 
+from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import http_server
-from headrace.server.http_server import OWN_DESCRIPTORS, RESERVE, connection_bound
+from headrace.server.http_server import OWN_DESCRIPTORS, RESERVE, HttpServer, Shares, connection_bound
+from headrace.server.run import listen_on
+from tests.server.fake_engine import make_app
 from tests.server.live import Live
 from tests.server.raw_http import HEALTH, MODELS, error_code, request, run, serving, until
 from tests.speed import PATIENCE
@@ -146,3 +151,32 @@ def test_without_descriptors_the_server_waits_for_them(tmp_path: Path) -> None:
         metrics = httpx.get(f"{live.url}/metrics", headers=live.headers).text
         assert "headrace:http_connections{" in metrics
         assert live.stop() == 0
+
+
+def test_two_that_listen_on_one_socket_share_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of two processes, of which each sees how many connections the other has."""
+    monkeypatch.setattr(http_server, "TURN_SECONDS", PATIENCE)
+    counts = os.memfd_create("connections")
+    os.ftruncate(counts, 8)
+
+    async def go() -> None:
+        with contextlib.closing(listen_on("127.0.0.1", 0)) as listener:
+            config = ServerConfig(max_connections=100)
+            servers = [HttpServer(make_app(), config, 1, Shares(counts, number)) for number in range(2)]
+            tasks = [asyncio.create_task(server.serve(sockets=[listener.dup()])) for server in servers]
+            await until(lambda: all(server.started for server in servers))
+            address, clients = listener.getsockname(), []
+            for total in range(1, 17):
+                clients.append(await asyncio.open_connection(*address))
+                while sum(server.num_connections for server in servers) < total:
+                    await asyncio.sleep(0.001)
+            assert [server.num_connections for server in servers] == [8, 8]
+            for _, writer in clients:
+                writer.transport.abort()
+            await until(lambda: not any(server.num_connections for server in servers))
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+
+    run(go)
+    os.close(counts)
