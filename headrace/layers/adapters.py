@@ -149,7 +149,7 @@ class Adapters:
 
     @property
     def num_used(self) -> int:
-        """How many seats steps with adapters compute with. It only grows, and what they launch follows from it."""
+        """The number of seats that steps with adapters compute with: it only grows, and says what they launch."""
         return len(self.seats) if self.used is None else len(self.used)
 
     @contextmanager
