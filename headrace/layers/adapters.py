@@ -167,12 +167,17 @@ class Adapters:
         for number, seat in enumerate(self.seats):
             if (found := seat.read(changes, tensor)) is not None:
                 a, b, ranks[number] = found
-                weights[number] = self._pinned(a), self._pinned(b)
-        return Loaded(weights, self._pinned(ranks))
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        """Return the tensor where a GPU can copy it from while the host goes on."""
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+                weights[number] = a, b
+        if self.device.type != "cuda":
+            return Loaded(weights, ranks)
+        # in one piece where a GPU can copy it from while the host goes on: to pin memory holds up who launches steps
+        sizes = [one.numel() for pair in weights.values() for one in pair]
+        pieces = iter(torch.empty(sum(sizes), dtype=self.dtype, pin_memory=True).split(sizes))
+        pinned = {
+            number: (next(pieces).view_as(a).copy_(a), next(pieces).view_as(b).copy_(b))
+            for number, (a, b) in weights.items()
+        }
+        return Loaded(pinned, ranks.pin_memory())
 
     def put(self, slot: int, loaded: Loaded) -> None:
         """Copy an adapter into a slot, behind all that the device has been given to do."""

@@ -367,6 +367,7 @@ class Worker:
         assert self.adapters is not None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.set_num_threads(1)  # of this thread: its many small operations need no others, nor the cores of steps
         try:
             self.adapters.read(request, dropped)
         except UserError as error:
