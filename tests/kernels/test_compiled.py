@@ -36,7 +36,7 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)
     adapters = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("adapters")}
-    assert len(adapters) == 4
+    assert len(adapters) == (2 if target == "gfx950" and not sweep else 4)  # linears that add them are bfloat16's turn
     latents = [entry for entry in found if entry["kernel"].startswith("latents")]
     assert len(latents) >= (8 if sweep else 5)
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200
