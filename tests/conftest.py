@@ -33,8 +33,12 @@ LONGEST_FIRST = (
     "tests/e2e/",
     "tests/runner/",
     "tests/unlike/",
-    "tests/test_generate.py",
-    "tests/test_batch_invariant.py",
+    "tests/spec_decode/",
+    "tests/distributed/",
+    "tests/convert/test_quantize.py",
+    "tests/engine/test_replicas.py",
+    "tests/executor/",
+    "tests/test_",
 )
 """Beginnings of paths, in this order"""
 

@@ -595,6 +595,6 @@ def test_requests_of_a_real_model_are_neither_lost_nor_leaked(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     core = make_real_core(make_runner("llama", "NONE"), num_blocks=12, compiler=compiler)
-    serve_under_aborts(core, 300, most=12)
+    serve_under_aborts(core, 200, most=12)
     torch.set_num_threads(threads)
     check_none_leaked(made)
