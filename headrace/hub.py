@@ -31,7 +31,12 @@ def resolve_model_folder(
     ModelNotFoundError, which says in one line what to do."""
     folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
     with _readable(folder):
-        found = (folder / "config.json").is_file()
+        found, of_mistral = ((folder / name).is_file() for name in ("config.json", "params.json"))
+    if not found and of_mistral:
+        raise ModelNotFoundError(
+            f"model folder {str(folder)!r} has params.json and no config.json: Mistral's own layout is not read; name "
+            "a copy that was converted to Hugging Face layout (config.json, model.safetensors, tokenizer.json)"
+        )
     if not found:
         raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json; is it in Hugging Face layout?")
     return folder

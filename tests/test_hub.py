@@ -158,3 +158,10 @@ def test_dummy_weights_are_not_downloaded(
     hub.resolve_model_folder("org/name", load_format=load_format)
     assert ("*.safetensors" in asked["allow_patterns"]) is weights
     assert not {"*.bin", "*.py", "*"} & set(asked["allow_patterns"])
+
+
+def test_a_folder_in_mistrals_own_layout_says_so(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"params\.json and no config\.json: Mistral's own layout is not read"):
+        hub.resolve_model_folder(str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.adapters import adapted_linears
 from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
 from headrace.models.registry import SERVED
-from headrace.models.served import describe
+from headrace.models.served import attention_specs, describe
 from headrace.parameters import total
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
@@ -40,6 +41,7 @@ from headrace.planner.memory_map import MemoryMap
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, rank_shares, shape_of
 from headrace.planner.weights import layer_bytes
+from headrace.runner.kv_cache import cache_shape
 from headrace.stages import Stage, divide_layers
 from tests.models.driver import make_context
 from tests.planner.planner_cases import mapped
@@ -173,6 +175,21 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8", tp), rel=0.07)
     counted = mapped(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
     assert counted == held()
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("name", [name for name in SERVED_HERE if find_model(name).groups[0].mixer.kind == "mla"])
+def test_a_token_of_latents_takes_what_the_cache_that_is_allocated_gives_it(name: str, kv: str) -> None:
+    """To the byte, on every rank, with the keys of an index."""
+    config = catalogue()[name].config
+    built = ModelConfig.from_dict(config, defaults=SERVED[config["architectures"][0]].defaults)
+    given = {"tp_size": 8, "block_size": 64, "dtype": "bfloat16", "device_type": "cuda", "kv_cache_dtype": kv}
+    dtype = torch.bfloat16 if kv == "auto" else torch.float8_e4m3fn
+    shape = cache_shape(describe(built), attention_specs(built, **given), 8, 64, dtype)
+    held = (of_layer for layer in range(shape.num_layers) for of_layer in shape.blocks(layer))
+    allocated = sum(math.prod(sizes) * stored.itemsize for sizes, stored in held)
+    counted = on(H200, name, Parallel(tp=8), kv_dtype_bytes=dtype.itemsize).kv_bytes_per_token
+    assert 64 * counted == allocated
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4), ("qwen3-30b-a3b", 2)])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels import fp8, tiled
+from headrace.layers.latent_attention import HeadsOfLatents
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -45,6 +46,15 @@ def integers(bits: int, group_size: int, **more: Any) -> dict[str, Any]:
     return compressed("pack-quantized", {"num_bits": bits, "strategy": strategy, "group_size": group_size, **more})
 
 
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"], "vocab_size": 100, "hidden_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": False, "first_k_dense_replace": 1,
+    "intermediate_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 2, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64, "index_topk": 8, "index_head_dim": 32,
+    "index_n_heads": 8,
+}  # fmt: skip
+"""latents and an index; of its attention the linear that makes keys and values is widened"""
 MIDDLES = {3: [-613566757, -1227133514, 1840700269], 4: [0x77777777]}
 """words of GPTQ's zeros that are all the middle less one, by bits"""
 ACT_ORDER = 64
@@ -132,6 +142,10 @@ def held(layer: Layer) -> int:
         layer.finalize()
         assert layer.w13 == layer.w2 == layer.router_weights == {}
         return memory_of([*layer.tensors(), *layer.parameters(recurse=False)])
+    if isinstance(layer, HeadsOfLatents):
+        filled(layer.spec, layer.weights, layer.scheme.layout)
+        layer.finalize()
+        return memory_of([*layer.weights.values()])
     if isinstance(layer, Linear):
         filled(layer.spec, layer.weights, layer.scheme.layout)
         layer.scheme.product.finalize(layer.spec, layer.weights, layer.fused)
@@ -165,6 +179,21 @@ def test_the_fullest_rank_holds_what_the_map_says(name: str, ranks: int) -> None
     config = model(quantization, width)
     counted = mapped(shape_of(config, name), CHIPS["h200"], Parallel(tp=ranks), max_num_seqs=1).weight_bytes
     assert counted == pytest.approx(max(built(config, rank, ranks) for rank in range(ranks)), abs=NUMBERS)
+
+
+EXPERTS_ALONE = {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp.(gate|up|down)_proj.*"]}
+OF_LATENTS = {
+    "unquantized": {},
+    "DeepSeek's blocks": {"quantization_config": BLOCKS},
+    "Kimi's integers": {"quantization_config": integers(4, 32) | EXPERTS_ALONE},
+}
+
+
+@sampled(("name", "ranks"), OF_LATENTS, [1, 2])
+def test_latents_and_an_index_are_held_as_the_map_says(name: str, ranks: int) -> None:
+    config = LATENT | OF_LATENTS[name]
+    counted = mapped(shape_of(config, name), CHIPS["h200"], Parallel(tp=ranks), max_num_seqs=1).weight_bytes
+    assert counted == max(built(config, rank, ranks) for rank in range(ranks))
 
 
 @pytest.mark.parametrize(("ranks", "width"), [(1, 96), (2, 128), (2, 96)])
