@@ -51,7 +51,7 @@ def latent_numerics_cases(run: Run) -> None:
     """Add a case or two for each family of latents, and those of formats."""
     compare_families(run, [name for name in SERVED if has_latents(name)])
     for name, config in latent_configs(run.smoke).items():
-        format_case(run, name, config)
+        format_case(run, name, config, also=("cat",))  # a linear in two formats puts its parts side by side
 
 
 def tiny_configs() -> Any:

@@ -223,8 +223,9 @@ def latent_attention(
     config, splits = how.config, how.splits
     parts = lse = out
     if splits > 1:
-        parts = torch.empty((num_tokens, heads, splits, latent), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_tokens, heads, splits), dtype=torch.float32, device=q.device)
+        rows = end_req if how.decode else num_tokens  # prompts behind decodes would make them as many times larger
+        parts = torch.empty((rows, heads, splits, latent), dtype=torch.float32, device=q.device)
+        lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     block_l = max(16, next_power_of_2(latent))
     arguments = (
         out, parts, lse, q, turned, kv_cache, *sequences, chosen, kv_scale, scale * LOG2_E, *turned.stride()[:2],

@@ -26,12 +26,18 @@ RESIDENT = {16: 2, 32: 2, 64: 1}
 """rows of a tile -> programs wanted for each multiprocessor: as many as are resident at once"""
 
 
-EXPANDED: dict[tuple[str, int], AttentionConfig] = {
-    # (family, bytes of an element of queries): tiles of queries of one head
-    ("cuda", 2): AttentionConfig(128, 64, 8, 3),
-    ("cuda", 4): AttentionConfig(16, 32, 8, 1),
-    ("hip", 2): AttentionConfig(64, 32, 4, 1),
-    ("hip", 4): AttentionConfig(32, 32, 4, 1),
+WIDE_HEAD = 128
+"""numbers of a head's unrotated key or of its value, beyond which tiles are smaller (GLM has 192 and 256)"""
+EXPANDED: dict[tuple[str, int, bool], AttentionConfig] = {
+    # (family, bytes of an element of queries, wide heads): tiles of queries of one head
+    ("cuda", 2, False): AttentionConfig(128, 64, 8, 3),
+    ("cuda", 2, True): AttentionConfig(128, 32, 8, 2),
+    ("cuda", 4, False): AttentionConfig(16, 32, 8, 1),
+    ("cuda", 4, True): AttentionConfig(16, 16, 8, 1),
+    ("hip", 2, False): AttentionConfig(64, 32, 4, 1),
+    ("hip", 2, True): AttentionConfig(64, 32, 4, 1),
+    ("hip", 4, False): AttentionConfig(32, 32, 4, 1),
+    ("hip", 4, True): AttentionConfig(16, 32, 4, 1),
 }
 EXPANDED_BYTES = 128 << 20
 """of the memory into which keys and values of heads are projected, allocated once"""
@@ -126,6 +132,16 @@ def pick_launch(
     return LatentLaunch(config, group, tiles, splits, decode)
 
 
+def expanded_launch(
+    tokens: int, prompts: int, keys: int, sizes: LatentSizes, width: int, family: str
+) -> ExpandedLaunch:  # fmt: skip
+    """Return the launches for prompts of `tokens` new tokens in all and at most `keys` known ones, whatever they
+    cost."""
+    config = EXPANDED[family, width, max(sizes.nope_dim, sizes.v_head_dim) > WIDE_HEAD]
+    piece = EXPANDED_BYTES // width // sizes.expanded // 64 * 64
+    return ExpandedLaunch(config, tokens // config.block_m + prompts, keys, piece)
+
+
 @lru_cache(maxsize=1024)
 def plan_latent(
     num_reqs: int, num_tokens: int, num_decodes: int, max_seq_len: int, prompt_keys: int, sizes: LatentSizes,
@@ -144,12 +160,8 @@ def plan_latent(
         )
     tokens, prompts = num_tokens - num_decodes, num_reqs - num_decodes
     if prompts and prompt_keys and num_chosen is None and sizes.expands(tokens, prompts, prompt_keys):
-        config, piece = EXPANDED[family, width], EXPANDED_BYTES // width // sizes.expanded // 64 * 64
         return LatentPlan(
-            num_decodes,
-            decode,
-            None,
-            ExpandedLaunch(config, tokens // config.block_m + prompts, prompt_keys, piece),
+            num_decodes, decode, None, expanded_launch(tokens, prompts, prompt_keys, sizes, width, family)
         )
     if prompts:
         chunk = pick_launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
+from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.cases import relative_error
 from headrace.kernels.latent import latent_attention_reference
+from headrace.kernels.latent_config import expanded_launch
 from headrace.kernels.latent_prompt import expanded_attention_reference
 from headrace.layers.latent_attention import LatentAttention
 from headrace.runner.kernel_checks import WIDE, Subject, cache_bound, cache_scale
@@ -85,13 +88,15 @@ def _prompt_check(subject: Subject, layer: LatentAttention, backend: TritonAtten
         spec, heads, scale = layer.spec, layer.kv_b_proj.heads, cache_scale(subject)
         cache, metadata = filled_cache(subject, spec, counts, lengths)
         q = subject.inputs.random(sum(counts), spec.num_heads, layer.mixer.head_dim)
-        prompts = replace(metadata, prompt_keys=sum(lengths[1:]), plan={})
-        plan, key_starts = backend.planned_latents(q, heads, cache, prompts, spec)
-        assert plan.expanded is not None
+        sizes, keys = heads.sizes(q), sum(lengths[1:])
+        launch = expanded_launch(sum(counts[1:]), len(counts) - 1, keys, sizes, q.element_size(), DEVICE_FAMILY)
+        prompts = replace(metadata, prompt_keys=keys, plan={})
+        plan, _ = backend.planned_latents(q, heads, cache, prompts, spec)
+        key_starts = subject.inputs.ints(0, *accumulate(lengths[1:]))
         expected = expanded_attention_reference(q, heads, cache, metadata.sequences(-1), spec.scale, scale)
         found = []
-        for piece in (plan.expanded.piece, 64):
-            of_pieces = replace(plan, expanded=replace(plan.expanded, piece=piece))
+        for piece in (launch.piece, 64):  # also where the absorbed form would be cheaper
+            of_pieces = replace(plan, chunk=None, expanded=replace(launch, piece=piece))
             prompts.plan["latent", spec, None] = of_pieces, key_starts
             found.append(layer.attend(q, heads, cache, prompts, spec, scale))
         return relative_error(tuple(found), (expected, expected))

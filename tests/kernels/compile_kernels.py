@@ -193,9 +193,10 @@ def compile_latents(target):
         cache = torch.zeros(1, 4, 16, 1, 576).to(cache_dtype or dtype)
         size = 1 if cache_dtype is not None and dtype.itemsize == 2 else dtype.itemsize
         label = f"latents {cache_dtype or dtype} {heads} heads"
-        q, numbers, scale = torch.zeros(64, heads, 192, dtype=dtype), torch.zeros(64, dtype=torch.int64), torch.ones(2)
-        absorbed, turned = torch.zeros(64, heads, 512, dtype=dtype), q[..., 128:]
-        of_layer = latent.LatentHeads(torch.zeros(heads, 256, 512, dtype=dtype), 128)
+        nope, value = (192, 256) if heads == 16 else (128, 128)  # GLM-5's heads, on one of four ranks, and DeepSeek's
+        q, numbers = torch.zeros(64, heads, nope + 64, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+        absorbed, turned, scale = torch.zeros(64, heads, 512, dtype=dtype), q[..., nope:], torch.ones(2)
+        of_layer = latent.LatentHeads(torch.zeros(heads, nope + value, 512, dtype=dtype), nope)
         listed = torch.zeros(64, 2048, dtype=torch.int32)
         for step in one_of((((None, 16), (listed, 0)), ((listed, 16), (None, 0))), place):
             for chosen, decodes in step:

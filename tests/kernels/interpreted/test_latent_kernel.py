@@ -117,6 +117,14 @@ def test_a_key_that_overflowed_reaches_every_query_that_sees_it():
     assert not out[1:].isnan().any()
 
 
+def test_what_decodes_keep_of_each_split_does_not_grow_with_prompts_behind_them(monkeypatch):
+    *inputs, _ = make_inputs([(1, 37), (1, 9), (50, 60)], 4, (8, 24), 16, torch.float32)
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
+    latent_attention(*inputs, 0.3, LatentLaunch(AttentionConfig(16, 16, 4, 1), 4, 2, 3, True), first_req=0, end_req=2)
+    assert [size[0][0] for size in made[1:]] == [2, 2]
+
+
 @sampled(
     ("batch", "piece", "sizes", "dtype"),
     [[(9, 9), (2, 2), (33, 33), (7, 64)], [(1, 37), (1, 0), (5, 30), (16, 48)], [(3, 64), (7, 0), (2, 33)]],

@@ -19,6 +19,7 @@ from headrace.errors import ConfigError
 from headrace.kernels import attention
 from headrace.kernels.attention_config import PREFILL
 from headrace.kernels.decode import decode_attention_reference
+from headrace.kernels.latent_config import LatentSizes, plan_latent
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.layer_parts import Rope, Temperature
 from headrace.layers.attention import Attention
@@ -280,6 +281,14 @@ def test_latents_agree(kv: str) -> None:
     assert found.demoted == []
     assert found._count == 2 + 2
     assert check(LATENT, kv, None, only="latent_rotary_and_cache").demoted == []
+
+
+def test_prompts_are_checked_where_the_other_form_is_cheaper_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatentSizes, "expands", lambda *_: False)
+    plan_latent.cache_clear()
+    found = check(LATENT, "auto", None, only="expanded_attention")
+    plan_latent.cache_clear()
+    assert (found.demoted, found._count) == ([], 1)
 
 
 def test_so_are_wrong_kernels_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
