@@ -70,7 +70,8 @@ class Shrunk(NamedTuple):
         """Return what it is compiled for."""
         held = self.weights
         sizes = {"SPLITS": self.h.shape[0], "SEATS": len(held.sizes), "RANK": held.rank}
-        return {**sizes, "BLOCK_R": held.block, "TOGETHER": max(1, TOGETHER // held.block)}
+        block = min(held.block, TOGETHER)
+        return {**sizes, "BLOCK_R": block, "TOGETHER": TOGETHER // block}
 
 
 def told_of(adapters: Shrunk | None) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
