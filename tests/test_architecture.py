@@ -34,20 +34,29 @@ def folder_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else path.stem.replace("__init__", "")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Trees of all files are a million objects, which the tests behind these need not look through."""
+    yield
+    tree_of.cache_clear()
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@functools.cache
+def imported_modules(path: Path) -> list[str]:
     """Every absolute module name imported anywhere in the file, inside functions too."""
+    found = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def own_folders(path: Path) -> set[str]:
