@@ -91,11 +91,11 @@ def report(label, kernel, known):
 
 def compile_attention(family):
     known = set(map(id, compiled(attention._attention_kernel)))
-    for dtype, head_dim, group in grid(DTYPES, (64, 96, 128, 256), (1, 4, 8)):
+    for place, (dtype, head_dim, group) in enumerate(grid(DTYPES, (64, 96, 128, 256), (1, 4, 8))):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)
-        for decodes, counts in ((16, 16), (0, 64)):
+        for decodes, counts in one_of(((16, 16), (0, 64)), place):
             plan = plan_attention(16, counts, decodes, 1 << 17, group * kv_heads, kv_heads, head_dim, 2, family, 132)
             kind = "decode" if decodes else "prefill"
             attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, plan=plan)
@@ -138,7 +138,7 @@ def compile_gpt_oss(target):
                 q[:requests], k[:requests], v[:requests], None if chunked else angles, cache, SEQUENCES, numbers, 1.0,
                 config, splits, window, kv_scale=scale, sinks=sinks, chunked=chunked,
             )  # fmt: skip
-        for decodes, tokens in ((16, 16), (0, 64)):
+        for decodes, tokens in one_of(((0, 64), (16, 16)), place):
             plan = plan_attention(16, tokens, decodes, 1 << 17, *sizes, window=window)
             attention.paged_attention(q[:tokens], cache, SEQUENCES, 1.0, window, scale, None, sinks, chunked, plan=plan)
         for name, kernel in kernels.items():

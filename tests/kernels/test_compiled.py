@@ -23,7 +23,7 @@ def test_kernels_compile_without_spilling(target, extent):
     found, sweep = [json.loads(line) for line in done.stdout.splitlines()], extent == "sweep"
     attention = [entry for entry in found if entry["kernel"].startswith("attention")]
     sizes = 2 * 4 * 3 if sweep else 4 if target == "sm_90" else 2  # dtypes, head_dims, groups
-    assert len(attention) == 2 * sizes  # decode and prefill
+    assert len(attention) == (2 if sweep else 1) * sizes  # decode and prefill, which take turns
     prefill = [entry for entry in found if entry["kernel"].startswith("prefill")]
     assert len(prefill) == (target == "sm_90") * (24 if sweep else 2)
     assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 23
