@@ -76,20 +76,23 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-CPU_VARIABLES = {
+LIBRARY_VARIABLES = {
     # Else OpenMP's barriers spin for milliseconds when cores are shared with another busy process. (16 tiny sequences
     # on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
     "GOMP_SPINCOUNT": "1000",
     # oneDNN keeps a compiled product for every number of tokens that it met, up to 1024 of some megabytes each. A step
     # needs one for each size of linear, which its layers share; to compile one anew takes 0.2 ms.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    # One instruction of a product and a sum, as kernels were measured: Triton 3.9 warns where nothing is said, since
+    # later versions will not make it by default.
+    "TRITON_DEFAULT_FP_FUSION": "1",
 }
 
 
-def calm_cpu_libraries() -> None:
-    """Set environment variables for the libraries with which torch computes on a CPU. Call it before torch is imported.
+def calm_libraries() -> None:
+    """Set environment variables for the libraries that compute. Call it before torch is imported.
     Child processes inherit them; what the user has set stays."""
-    for name, value in CPU_VARIABLES.items():
+    for name, value in LIBRARY_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig, ServerConfig
-from headrace.environment import cache_folder, calm_cpu_libraries, child_environment, knobs_from_environment
+from headrace.environment import cache_folder, calm_libraries, child_environment, knobs_from_environment
 from headrace.errors import ConfigError
 from headrace.knobs import check_knobs, knob, knob_types
 
@@ -103,7 +103,7 @@ def test_cpu_libraries_are_told_what_the_user_has_not(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "made to be restored afterwards")
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-    calm_cpu_libraries()
+    calm_libraries()
     inherited = child_environment()
     assert inherited["GOMP_SPINCOUNT"] == "7"
     assert int(inherited["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.environment import calm_cpu_libraries
+from headrace.environment import calm_libraries
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.model_config import ModelConfig
@@ -13,7 +13,7 @@ from headrace.model_config import ModelConfig
 
 def detect_device(config: EngineConfig) -> str:
     """Return `cuda` or `cpu`. Raises ConfigError where the device asked for is not there."""
-    calm_cpu_libraries()
+    calm_libraries()
     import torch
 
     available = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any
 
 import torch
-
-# Products and sums become one instruction, as kernels were measured. Triton 3.9 warns whoever does not say so.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
     import triton

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -226,21 +227,28 @@ def _tiles(config: AttentionConfig, prompts: int, tokens: int, group: int) -> in
     return tokens // (config.block_m // group) + prompts
 
 
-FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # like DECODE, for fewer programs than multiprocessors: what counts is how soon one is done
-    ("cuda", 1, 128): AttentionConfig(16, 128, 4, 2),
-    ("cuda", 2, 128): AttentionConfig(16, 64, 2, 2),
-}
-ALONE_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # like FEW_DECODES, for so few that all of a long context's parts are on the chip at once
-    ("cuda", 2, 128): AttentionConfig(16, 64, 4, 2, early_keys=True),
+class FewDecodes(NamedTuple):
+    """Describes the fused decode kernel for few requests, when what counts is how soon each program is done."""
+
+    config: AttentionConfig
+    most: int
+    """requests times KV heads up to which it serves"""
+    wanted: int
+    """programs wanted of each multiprocessor"""
+
+
+FEW_DECODES: dict[tuple[str, int, int], tuple[FewDecodes, ...]] = {
+    # like DECODE; the first that serves is taken. Those of two bytes are on the chip all at once.
+    ("cuda", 1, 128): (FewDecodes(AttentionConfig(16, 128, 4, 2), 131, 8),),
+    ("cuda", 2, 128): (
+        FewDecodes(AttentionConfig(16, 64, 4, 2, early_keys=True), 16, 2),  # leaves room for the kernels beside it
+        FewDecodes(AttentionConfig(16, 128, 4, 2, early_keys=True), 264, 2),
+    ),
 }
 WINDOW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # like FEW_DECODES, for windows of at most one tile of keys, which is all that a program waits for
+    # for fewer programs than multiprocessors and windows of at most one tile of keys, all that a program waits for
     ("cuda", 2, 64): AttentionConfig(16, 128, 4, 2, early_keys=True),
 }
-ALONE_PROGRAMS = 16
-"""requests times KV heads up to which ALONE_DECODES serves"""
 DECODES_PER_SM = 8
 """programs wanted of the fused decode kernel for each multiprocessor: those beyond a sequence's end cost little, and
 parts need no second kernel"""
@@ -255,18 +263,15 @@ def plan_decode(
     not depend on lengths, so a graph may contain them. `element_size` is that of the cache, `window` the most keys that
     a query sees."""
     group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
-    config = pick_config(True, head_dim, group, element_size, family)
-    if programs < num_sms:
-        width = next(width for width in (64, 128, 256) if head_dim <= width)
-        key = (family, element_size, width)
-        few = FEW_DECODES.get(key, config)
-        if programs <= ALONE_PROGRAMS:
-            few = ALONE_DECODES.get(key, few)
-        one_tile = WINDOW_DECODES.get(key, few)
-        if window is not None and window <= one_tile.block_n:
-            few = one_tile
-        config = replace(few, block_m=config.block_m)
-    splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
+    config, wanted = pick_config(True, head_dim, group, element_size, family), DECODES_PER_SM
+    key = (family, element_size, next(width for width in (64, 128, 256) if head_dim <= width))
+    serving = (few for few in FEW_DECODES.get(key, ()) if programs <= few.most)
+    if (few := next(serving, None)) is not None:
+        config, wanted = replace(few.config, block_m=config.block_m), few.wanted
+    one_tile = WINDOW_DECODES.get(key)
+    if one_tile and programs < num_sms and window is not None and window <= one_tile.block_n:
+        config = replace(one_tile, block_m=config.block_m)
+    splits = max(1, min(wanted * num_sms // programs, MAX_SPLITS))
     if window is not None:  # its keys in the cache: all but the new one
         splits = min(splits, max(1, -(-(window - 1) // (config.block_n * TILES_PER_SPLIT))))
     return config, 1 << (splits.bit_length() - 1)

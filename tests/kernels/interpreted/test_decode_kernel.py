@@ -133,8 +133,8 @@ def test_no_request_is_no_work():
 
 
 def test_plans_fill_the_chip_and_no_more():
-    assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[1] == 64
-    assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 4
+    parts = {requests: plan_decode(requests, 32, 8, 128, 2, "cuda", 132)[1] for requests in (1, 4, 32, 64)}
+    assert parts == {1: 32, 4: 8, 32: 1, 64: 2}
     assert plan_decode(1024, 32, 8, 128, 2, "cuda", 132)[1] == 1
 
 
@@ -147,7 +147,8 @@ def test_a_window_needs_no_more_parts_than_it_has_keys_for():
     assert plan_decode(1, 64, 8, 64, 2, "cuda", 132, 1 << 20) == plan_decode(1, 64, 8, 64, 2, "cuda", 132)
 
 
-def test_a_sequence_alone_has_its_keys_early_and_eight_do_not():
-    assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[0].early_keys
-    assert not plan_decode(8, 32, 8, 128, 2, "cuda", 132)[0].early_keys
+def test_few_requests_have_their_keys_early_and_many_do_not():
+    tiles = {requests: plan_decode(requests, 32, 8, 128, 2, "cuda", 132)[0] for requests in (1, 2, 3, 33, 34)}
+    early = {requests: tile.block_n for requests, tile in tiles.items() if tile.early_keys}
+    assert early == {1: 64, 2: 64, 3: 128, 33: 128}
     assert not plan_decode(1, 32, 8, 128, 2, "hip", 304)[0].early_keys
