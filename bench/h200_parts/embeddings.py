@@ -55,7 +55,8 @@ def embedding_rows(run: Run) -> None:
                 if repeat:
                     samples.append(count / (time.perf_counter() - start))
             pairs = length * length if both_sides else length * (length + 1) / 2
-            least = linear_seconds(cost, ceilings, count * length, 0) + count * pairs * cost.pair_flops / ceilings.bf16
+            of_pair = sum(layers * mixer.flops_per_pair for mixer, layers in cost.mixers)
+            least = linear_seconds(cost, ceilings, count * length, 0) + count * pairs * of_pair / ceilings.bf16
             whole = len(made) == count and all(len(each.outputs.embedding) == spec.hidden_size for each in made)
             bound, row = count / least, f"embeddings/{name}/{tokens}"
             run.emit(Result(row, median(samples), samples, {"prompt": count * length}, bound=bound, valid=whole))
