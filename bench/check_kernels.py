@@ -144,13 +144,13 @@ def check_fp8_write(heads: Heads, cache_dtype: torch.dtype, norm: bool) -> float
     slots = torch.randperm(tokens + 6, device=DEVICE)[:tokens]
     slots[::5] = -1
     slots[4] = tokens + 6  # the last one
-    weights = [torch.rand(dim, device=DEVICE).to(PLAIN) if norm else None for _ in range(2)]
+    of_q, of_k = (torch.rand(dim, device=DEVICE).to(PLAIN) if norm else None for _ in range(2))
     ours, theirs = (
         torch.zeros(2, -(-(tokens + 7) // 16), 16, kv_heads, dim, device=DEVICE).to(cache_dtype) for _ in range(2)
     )
     scale = torch.tensor(KV_SCALE, device=DEVICE)
-    rotary_and_cache(q, k, v, angles, positions, ours, slots, *weights, 1e-6, scale)
-    rotary_and_cache_reference(q, k, v, angles, positions, theirs, slots, *weights, 1e-6, scale)
+    rotary_and_cache(q, k, v, angles, positions, ours, slots, of_q, of_k, 1e-6, scale)
+    rotary_and_cache_reference(q, k, v, angles, positions, theirs, slots, of_q, of_k, 1e-6, scale)
     largest = ours.float().max() == torch.finfo(cache_dtype).max or cache_dtype == E5M2
     return other_codes(ours, theirs) if largest and ours.float().isfinite().all() else float("inf")
 

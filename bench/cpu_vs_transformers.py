@@ -122,7 +122,8 @@ def main() -> None:
     for config, dtype, loads in LOADS:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+            made: Any = LlamaForCausalLM(config)
+            made.to(dtype).save_pretrained(folder)
             model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
             with LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
                 results += [compare(llm, model, config, load) for load in loads]

@@ -155,14 +155,14 @@ def _rope_table(make: Inputs, positions: int, rotary_dim: int) -> Tensor:
 
 
 def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool, blocks: int) -> Cases:
-    weights = tuple(make.random(dim) if norm else None for _ in range(2))
+    weights = (make.random(dim), make.random(dim)) if norm else (None, None)
     table, arena = _rope_table(make, 4096, rotary_dim), make.random(blocks, 3, 2, 4, kv_heads, dim)
     for cache in (make.random(2, blocks, 4, kv_heads, dim), arena[:, 1].transpose(0, 1)):
         tokens = cases.new_tokens(make, (heads, kv_heads, kv_heads), dim, 4096, cache, norms=weights)
         bound = (1 + norm) * ROUNDED[make.dtype]
         yield from cases.rotary_and_cache((table, tokens.positions), tokens, bound)
-        wide = tuple(None if weight is None else weight.float() * 1.001 for weight in weights)
-        pairs = replace(tokens, norms=wide, interleaved=True, temperature=make.uniform(len(tokens.q)) + 1)
+        of_q, of_k = (None if weight is None else weight.float() * 1.001 for weight in weights)
+        pairs = replace(tokens, norms=(of_q, of_k), interleaved=True, temperature=make.uniform(len(tokens.q)) + 1)
         pairs = replace(pairs, q_weight=make.uniform(dim) + 0.5)
         yield from cases.rotary_and_cache((table, tokens.positions), pairs, bound)
 
@@ -201,6 +201,7 @@ def _layers_of_experts(
     )  # fmt: skip
     weights = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
     wide = replace(experts, **weights), extra.float() if shared else None, residual.float().clone()
+    expected: Any
     expected, chosen = fused_moe_reference(x.float(), *wide)
     next_norm, invariant = make.random(hidden), replace(experts, invariant=True)
     one = slice(tokens // 2, tokens // 2 + 1)
@@ -226,8 +227,9 @@ def _layers_of_experts(
 
 
 def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
-    held: dict[str, Any] = {"router": plain.router[: len(plain.w13)], "renormalize": True}
-    for name, weight in (("w13", plain.w13), ("w2", plain.w2)):
+    held: dict[str, Any] = {"router": plain.router[: plain.num_experts], "renormalize": True}
+    weights: dict[str, Any] = {"w13": plain.w13, "w2": plain.w2}
+    for name, weight in weights.items():
         values, scales, *_ = quantize_per_token_reference(weight.flatten(0, 1), make.fp8)
         held |= {name: values.view(weight.shape), f"{name}_scale": scales.view(weight.shape[:2])}
     for case in cases.fused_moe(make, tokens, replace(plain, **held), False):

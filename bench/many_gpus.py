@@ -108,7 +108,9 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
     config = QWEN3_30B_A3B if sparse else LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
     toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
     (folder / "config.json").write_text(json.dumps(config | toy if options.smoke else config))
-    limits = {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
+    limits: dict[str, Any] = (
+        {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
+    )
     if nodes > 1:
         more |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": start_nodes(folder, LAYOUTS[layout])}
     return LLM(
@@ -156,6 +158,12 @@ def generate(llm: Any, count: int, length: int, output: int) -> tuple[list[list[
     began = time.perf_counter()
     found = llm.generate(prompts(count, length), params, use_tqdm=False)
     return [one.outputs[0].token_ids for one in found], time.perf_counter() - began
+
+
+def generate_on(llm: Any, count: int, output: int) -> None:
+    """Generate until something fails."""
+    for _ in range(1000):
+        generate(llm, count, 9, output)
 
 
 def collectives(options: argparse.Namespace) -> dict[str, Any]:
@@ -313,7 +321,7 @@ def kill(options: argparse.Namespace, layout: str, module: str) -> dict[str, Any
         ranks = [child for child in children if module in child.cmdline()]
         victim = draw.choice(ranks)
         with ThreadPoolExecutor(1) as pool:
-            load = pool.submit(lambda llm=llm: [generate(llm, count, 9, output) for _ in range(1000)])
+            load = pool.submit(generate_on, llm, count, output)
             time.sleep(draw.random() * (0.5 if options.smoke else KILL_EVERY / 2))
             began = time.monotonic()
             victim.kill()

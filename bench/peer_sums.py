@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +76,13 @@ def run_on(stream: Any, launch: Callable[[], Any]) -> Any:
         return launch()
 
 
+def replay(graph: torch.cuda.CUDAGraph, delays: random.Random) -> None:
+    """Replay a graph three times, each after a random wait."""
+    for _ in range(3):
+        wait(delays)
+        graph.replay()
+
+
 def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: Sizes, bursts: int, replays: int) -> int:
     """Compare so many bursts and replays of graphs, of all `ranks` (each with its stream), with their reference; return
     the number of sums of each rank. `make`: gives the inputs of a seed. Raises RuntimeError where one is wrong."""
@@ -85,7 +93,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         made = [Burst(own, make(number), drawn) for own, _ in ranks]
         settle()
         found = [
-            run_on(stream, lambda burst=burst, delay=delay: burst.run(delay))
+            run_on(stream, partial(burst.run, delay))
             for (_, stream), burst, delay in zip(ranks, made, delays, strict=True)
         ]
         settle()
@@ -99,7 +107,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         graphs.append((burst, graph, results))
     for _ in range(replays):
         for (_, stream), (_, graph, _), delay in zip(ranks, graphs, delays, strict=True):
-            run_on(stream, lambda graph=graph, delay=delay: [(wait(delay), graph.replay()) for _ in range(3)])
+            run_on(stream, partial(replay, graph, delay))
         settle()
         for burst, _, results in graphs:
             burst.check(results)

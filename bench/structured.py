@@ -112,8 +112,9 @@ class Bench:
                 masked = stepped.stats.mask_seconds
                 begun |= {output.request_id for output in outputs}
                 last = now
-        steps = (share_of(times, share) for share in (0.5, 0.99, 0.999))
-        return Measured(tokens / (last - began), *steps, share_of(masks, 0.5), share_of(masks, 0.99), 1e3 * first)
+        typical, most, all_but_one = (share_of(times, share) for share in (0.5, 0.99, 0.999))
+        of_masks = share_of(masks, 0.5), share_of(masks, 0.99)
+        return Measured(tokens / (last - began), typical, most, all_but_one, *of_masks, 1e3 * first)
 
 
 def share_of(times: list[float], share: float) -> float:

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from paged_batch import (
@@ -87,7 +88,7 @@ def teraflops(prompts: tuple[int, int, int], call: Callable[[], object]) -> floa
     return work / 1e12 / seconds([call] * 4)
 
 
-def torch_prefill_rate(prompts: tuple[int, int, int], backend: object) -> str:
+def torch_prefill_rate(prompts: tuple[int, int, int], backend: Any) -> str:
     """Return the TFLOP/s of torch's attention, whose keys and values lie in one piece."""
     from torch.nn.attention import sdpa_kernel
 
@@ -149,9 +150,9 @@ def time_latents() -> None:
     for heads, tokens, past in LATENT_PROMPTS:
         batch = LatentBatch(heads, [tokens], [past + tokens])
         took = seconds([partial(batch.expand, batch.plan(expands=True))] * 4)
-        work = 2 * heads * tokens * (past + tokens / 2) * (NOPE + ROPE + VALUE)
-        work += 2 * heads * (past + tokens) * LATENT * (NOPE + VALUE)
-        print(f"  {heads}, {tokens} behind {past}: {took * 1e6:.1f}  {work / took / 1e12:.3g}", flush=True)
+        pairs = 2 * heads * tokens * (past + tokens / 2) * (NOPE + ROPE + VALUE)
+        both = pairs + 2 * heads * (past + tokens) * LATENT * (NOPE + VALUE)
+        print(f"  {heads}, {tokens} behind {past}: {took * 1e6:.1f}  {both / took / 1e12:.3g}", flush=True)
 
 
 def time_others() -> None:

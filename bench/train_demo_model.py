@@ -14,6 +14,7 @@ import random
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -46,7 +47,8 @@ def sample_stories(teacher: Path, count: int, seed: int) -> list[str]:
 
     llm = LLM(model=str(teacher), dtype="float32", max_num_seqs=1024, max_num_batched_tokens=8192, seed=seed)
     rng = random.Random(seed)
-    stop_ids = [llm.model_config.bos_token_id, *llm.model_config.eos_token_ids]
+    ends = llm.model_config.bos_token_id, *llm.model_config.eos_token_ids
+    stop_ids = [token for token in ends if token is not None]
     prompts = [rng.choice(OPENINGS) for _ in range(count)]
     params = [
         SamplingParams(
@@ -115,7 +117,8 @@ def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
     """Train with AdamW and a cosine schedule over a fixed wall-clock budget; print the held-out loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(DEMO)).cuda()
+    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(DEMO))
+    model.cuda()
     print(f"parameters: {sum(p.numel() for p in model.parameters()):,}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     usable = (len(stream) - 1) // CONTEXT * CONTEXT
@@ -144,7 +147,7 @@ def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
     return model
 
 
-def save(model: torch.nn.Module, tokenizer: Tokenizer, output: Path) -> None:
+def save(model: Any, tokenizer: Tokenizer, output: Path) -> None:
     """Write the folder of the trained model, with the chat template of the one that is shipped."""
     output.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)

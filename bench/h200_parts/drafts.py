@@ -179,7 +179,7 @@ def several(bench: Bench, batch: int, params: SamplingParams, times: int = 1) ->
     for _ in range(2 + settings.repeats):
         first, _ = timed(bench, prompts, 1, params)
         seconds.clear()
-        watch.finished = lambda *given: seconds.append(finished(*given)) or seconds[-1]
+        watch.finished = partial(kept_of, seconds, finished)
         whole, count = timed(bench, prompts, output_len, params)
         del watch.finished
         found.append((whole - first, count - 1))
@@ -188,6 +188,12 @@ def several(bench: Bench, batch: int, params: SamplingParams, times: int = 1) ->
     each, slow = tokens / sum(steps for _, steps in kept) / len(prompts), sorted(seconds)[int(0.99 * len(seconds))]
     note = f"{each:.2f} tokens a request and step; of the last run's steps 99% take at most {1000 * slow:.2f} ms"
     return Runs(kept, tokens, note)
+
+
+def kept_of(times: list[float], finished: Callable[..., float], *step: Any) -> float:
+    """Return the seconds of a finished step, which `times` keeps."""
+    times.append(finished(*step))
+    return times[-1]
 
 
 def adapts(bench: Bench) -> DraftLength:

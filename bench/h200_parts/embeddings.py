@@ -41,7 +41,12 @@ def embedding_rows(run: Run) -> None:
         config = {**config, **{key: TOY[key] for key in config.keys() & TOY}} if run.smoke else config
         spec = describe(ModelConfig.from_dict(config))
         cost, both_sides = Cost.of(spec, PLAIN, PLAIN), "XLMRobertaModel" in config["architectures"]
-        knobs = {"load_format": "dummy", "seed": SEED, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+        knobs: dict[str, Any] = {
+            "load_format": "dummy",
+            "seed": SEED,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
         llm = LLM(settings.write_config(name, config), **knobs, **settings.place(0.5), **settings.engine)
         maker = PromptMaker(SEED, config["vocab_size"])
         for tokens, texts in TEXTS.items():

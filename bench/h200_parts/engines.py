@@ -25,8 +25,8 @@ def greedy_tokens(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[l
 
 def runner_of(llm: LLM) -> Any:
     """Return the model runner."""
-    executor: Any = llm._core._executor
-    return executor._worker.runner
+    core: Any = llm._core
+    return core._executor._worker.runner
 
 
 @contextmanager

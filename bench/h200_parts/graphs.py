@@ -78,7 +78,7 @@ def run_mode(
 ) -> Tokens:
     """Return the tokens of three rounds: graph sizes are met, captured and replayed."""
     began = time.monotonic()
-    limits = {"max_num_seqs": 24, "max_num_batched_tokens": 300, "skip_tokenizer_init": True}
+    limits: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 300, "skip_tokenizer_init": True}
     with LLM(model, **limits, **run.settings.place(0.4), **settings) as llm:
         start = time.monotonic() - began
         tokens: Tokens = []

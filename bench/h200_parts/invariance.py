@@ -120,7 +120,7 @@ def same_requests(
     requests = requests_of(draw, vocab, lengths, 6 if run.smoke else 24, num)
 
     def start(**more: Any) -> EngineCore:
-        settings = {"num_gpu_blocks_override": 4096, "batch_invariant": True, "dtype": "bfloat16"}
+        settings: dict[str, Any] = {"num_gpu_blocks_override": 4096, "batch_invariant": True, "dtype": "bfloat16"}
         settings |= run.settings.place(0.5) | more
         core = build_core(EngineConfig(model=str(folder), max_model_len=length, **settings), folder, False)
         core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # or it would not fill a small pool

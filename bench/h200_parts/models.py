@@ -76,7 +76,7 @@ class BenchModel:
     def shape(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json."""
         config = catalogue()[self.base].config
-        config = {**config, **config.get("text_config", {}), **self.changes}
+        config = config | config.get("text_config", {}) | self.changes
         config.pop("text_config", None)
         config |= {"quantization_config": FORMATS[self.format]} if self.format else {}
         if not toy:

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kv-fp8-e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
 OPENINGS = ("Once upon a time", "One day, a little girl", "The dog was", "Tom and Sue", "In the garden", "It was late")
-PLAIN = {"enforce_eager": True, "attention_backend": "TORCH_SDPA"}
+PLAIN: dict[str, Any] = {"enforce_eager": True, "attention_backend": "TORCH_SDPA"}
 Prompts = list[list[int]]
 
 

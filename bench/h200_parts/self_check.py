@@ -48,7 +48,7 @@ class Starts:
         """Return (what was demoted, the notes about it, tokens)."""
         place = self.run.settings.place(0.5) | ({"cpu_kv_cache_gib": 0.1} if self.run.smoke else {})
         dummy = {} if model == "demo" else {"load_format": "dummy"}
-        limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
+        limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
         with LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm:
             facts = llm._core.facts.workers[0]
             tokens: list[list[int]] = []
