@@ -43,7 +43,9 @@ def test_kernels_compile_without_spilling(target, extent):
     assert all(entry["spills"] <= 1024 for entry in latents)
     adapting = [entry for entry in found if entry["kernel"].startswith("adapters _skinny")]
     assert all(entry["spills"] <= 16 for entry in adapting)  # bytes, behind the loop: those of 128 tokens have 8 to 15
-    assert [entry for entry in found if entry["spills"] and entry not in (*latents, *adapting)] == []
+    few = [entry for entry in found if "decode" in entry["kernel"] and entry["early"]]
+    assert all(entry["spills"] <= 272 for entry in few)  # of a first tile that waits for the query, 2% faster
+    assert [entry for entry in found if entry["spills"] and entry not in (*latents, *adapting, *few)] == []
     linears = [entry for entry in found if entry["kernel"].startswith(("linear", "tiled linear"))]
     assert linears
     assert all(entry["early"] for entry in linears) or target != "sm_90", linears  # weights, beside the kernel in front
