@@ -221,12 +221,10 @@ class Nodes:
             return f"node_rank must be from 1 to {len(self._nodes)}, got {join.node}"
         if self._nodes[join.node - 1].identity:
             return f"node_rank {join.node} is taken by {self._nodes[join.node - 1].address}"
-        for name in {**self._alike, **join.alike}:
-            here, there = (alike.get(name, "missing") for alike in (self._alike, join.alike))
-            if here != there:
-                return f"{name} is {here} on node 0 and {there} on node {join.node}"
-        for name, there in join.given.items():
-            here = self._given.get(name, "not given")
+        names = {**self._alike, **join.alike}
+        compared = [(name, *(alike.get(name, "missing") for alike in (self._alike, join.alike))) for name in names]
+        compared += [(name, self._given.get(name, "not given"), there) for name, there in join.given.items()]
+        for name, here, there in compared:
             if here != there:
                 return f"{name} is {here} on node 0 and {there} on node {join.node}"
         return ""

@@ -235,19 +235,19 @@ class FewDecodes(NamedTuple):
     """requests times KV heads up to which it serves"""
     wanted: int
     """programs wanted of each multiprocessor"""
+    window: int | None = None
+    """the widest window for which it serves; None: for any, and where there is none"""
 
 
 FEW_DECODES: dict[tuple[str, int, int], tuple[FewDecodes, ...]] = {
     # like DECODE; the first that serves is taken. Those of two bytes are on the chip all at once.
     ("cuda", 1, 128): (FewDecodes(AttentionConfig(16, 128, 4, 2), 131, 8),),
+    # a window of at most one tile of keys, which is all that a program waits for
+    ("cuda", 2, 64): (FewDecodes(AttentionConfig(16, 128, 4, 2, early_keys=True), 131, 8, window=128),),
     ("cuda", 2, 128): (
         FewDecodes(AttentionConfig(16, 64, 4, 2, early_keys=True), 16, 2),  # leaves room for the kernels beside it
         FewDecodes(AttentionConfig(16, 128, 4, 2, early_keys=True), 264, 2),
     ),
-}
-WINDOW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # for fewer programs than multiprocessors and windows of at most one tile of keys, all that a program waits for
-    ("cuda", 2, 64): AttentionConfig(16, 128, 4, 2, early_keys=True),
 }
 DECODES_PER_SM = 8
 """programs wanted of the fused decode kernel for each multiprocessor: those beyond a sequence's end cost little, and
@@ -265,12 +265,10 @@ def plan_decode(
     group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
     config, wanted = pick_config(True, head_dim, group, element_size, family), DECODES_PER_SM
     key = (family, element_size, next(width for width in (64, 128, 256) if head_dim <= width))
-    serving = (few for few in FEW_DECODES.get(key, ()) if programs <= few.most)
-    if (few := next(serving, None)) is not None:
-        config, wanted = replace(few.config, block_m=config.block_m), few.wanted
-    one_tile = WINDOW_DECODES.get(key)
-    if one_tile and programs < num_sms and window is not None and window <= one_tile.block_n:
-        config = replace(one_tile, block_m=config.block_m)
+    for few in FEW_DECODES.get(key, ()):
+        if programs <= few.most and (few.window is None or (window is not None and window <= few.window)):
+            config, wanted = replace(few.config, block_m=config.block_m), few.wanted
+            break
     splits = max(1, min(wanted * num_sms // programs, MAX_SPLITS))
     if window is not None:  # its keys in the cache: all but the new one
         splits = min(splits, max(1, -(-(window - 1) // (config.block_n * TILES_PER_SPLIT))))
