@@ -51,11 +51,15 @@ class Child:
         """End the process with SIGTERM, after `timeout` seconds with SIGKILL; return when it is gone."""
         if self.is_alive():
             self.process.terminate()
-            try:
-                self.process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        self.end_within(timeout)
+
+    def end_within(self, timeout: float) -> None:
+        """Wait until the process is gone; it is killed if that takes longer than `timeout` seconds."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def spawn(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -103,15 +102,7 @@ class HttpProcesses:
 
     async def stop(self, seconds: float) -> None:
         """Wait until all have ended, and kill those that take longer than `seconds`."""
-
-        def wait(child: Child) -> None:
-            try:
-                child.process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-
-        await asyncio.gather(*(asyncio.to_thread(wait, child) for child in self._children))
+        await asyncio.gather(*(asyncio.to_thread(child.end_within, seconds) for child in self._children))
         self._folder.remove()
         os.close(self.shares)
 
