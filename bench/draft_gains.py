@@ -28,6 +28,12 @@ Curves = dict[str, dict[int, float]]
 MOST, CONTEXT = 256, 1024
 LENGTHS = {"head": (2, 3), "n-gram": (3, 5)}
 RATES = (0.4, 0.6, 0.8)
+MEASURED = {
+    "eagle3": "3 guesses, 2.5 tokens a step",
+    "fixed": "3 guesses, 40% right",
+    "adaptive": "adaptive, 40% right",
+}
+"""kind of a measured row -> what is guessed"""
 COLOURS = ("#0072b2", "#e08a00", "#009e73", "#b05a8f", "#d62728", "#7d7d7d")
 STYLE = (
     "svg{color:#222;font-family:system-ui,sans-serif}text{font-size:12px;fill:currentColor}"
@@ -52,14 +58,13 @@ def predicted() -> Curves:
 
 
 def measured(record: dict[str, Any]) -> Curves:
-    """Return what was measured with the head: at few requests 2.5 tokens a step, at many what adapts to 40% right."""
+    """Return what was measured with the head."""
     values = {row["name"]: row["value"] for row in record["rows"]}
-    curves: Curves = {"head, 2.5 tokens a step": {}, "head, 40% right, adaptive": {}}
+    curves: Curves = {name: {} for name in MEASURED.values()}
     for name, value in values.items():
         part, model, kind, *batch = name.split("/")
-        if part == "drafts" and kind in ("eagle3", "adaptive") and model == "8b-eagle3":
-            curve = curves["head, 2.5 tokens a step" if kind == "eagle3" else "head, 40% right, adaptive"]
-            curve[int(batch[0])] = value / values[f"drafts/{model}/plain/{batch[0]}"]
+        if part == "drafts" and kind in MEASURED and model == "8b-eagle3":
+            curves[MEASURED[kind]][int(batch[0])] = value / values[f"drafts/{model}/plain/{batch[0]}"]
     return curves
 
 

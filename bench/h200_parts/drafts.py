@@ -112,13 +112,23 @@ def draft_rows(bench: Bench) -> None:
         bench.emit(Result(f"drafts/{name}/pass/{batch}", (both - verifying) / GUESSES))
         use_drafts(core, Scripted(head, one_or_two_right))
         time_tokens(bench, f"drafts/{name}/eagle3/{batch}", batch, FORCED)
-    for batch in bench.model.loaded:
-        use_drafts(core, None)
-        time_tokens(bench, f"drafts/{name}/plain/{batch}", batch, FORCED, 4)
-        use_drafts(core, Scripted(head, partial(with_chance, RATE)), adapts(bench))
-        time_tokens(bench, f"drafts/{name}/adaptive/{batch}", batch, FORCED, 4)
     if bench.model.loaded:
+        seldom_right_rows(bench, name, Scripted(head, partial(with_chance, RATE)))
         looked_up_rows(bench, name)
+
+
+def seldom_right_rows(bench: Bench, name: str, drafter: Scripted) -> None:
+    """Time tokens where few guesses are right: with as many guesses in every step, and with as many as pay."""
+    core = bench.core
+    for batch in (*bench.model.drafted, *bench.model.loaded):
+        times = 1
+        if batch in bench.model.loaded:
+            times = 4
+            use_drafts(core, None)
+            time_tokens(bench, f"drafts/{name}/plain/{batch}", batch, FORCED, times)
+        for kind, length in (("fixed", None), ("adaptive", adapts(bench))):
+            use_drafts(core, drafter, length)
+            time_tokens(bench, f"drafts/{name}/{kind}/{batch}", batch, FORCED, times)
 
 
 def looked_up_rows(bench: Bench, name: str) -> None:
