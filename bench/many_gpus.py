@@ -6,10 +6,10 @@
 
 Parts:
 
-    streams           headrace's own sums, by two ranks that are streams of one GPU: thousands with random delays, alone
-                      and in graphs, against their reference; and their microseconds. Needs one GPU
-    collectives       the same by processes, a GPU each, beside NCCL's; sends between stages, and exchanges of engines
-                      that share experts (tokens are gathered, sums scattered), in microseconds by size
+    streams           headrace's own sums, and exchanges of engines that share experts (tokens are gathered, sums
+                      scattered), by two ranks that are streams of one GPU: thousands with random delays, alone and in
+                      graphs, against their reference; and their microseconds. Needs one GPU
+    collectives       the same by processes, a GPU each, beside NCCL's; and sends between stages: microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
     step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
                       named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp).
@@ -240,9 +240,14 @@ def time_collectives(options: argparse.Namespace) -> None:
             found.setdefault("norm-nccl", {})[tokens] = graph_us([(library, stream)])
             if own.take(x):
                 found.setdefault("norm", {})[tokens] = graph_us([(norm_call(own, tokens, make), stream)])
+            exchanged, is_on = [(lambda x=x: group.scatter_rows(group.gather_rows(x)), stream)], own.on
+            found["exchange"][tokens] = graph_us(exchanged)
+            own.on = False
+            found.setdefault("exchange-nccl", {})[tokens] = graph_us(exchanged)
+            own.on = is_on
         else:
             found["all_reduce"][tokens] = microseconds(lambda x=x: group.all_reduce(x))
-        found["exchange"][tokens] = microseconds(lambda x=x: group.scatter_rows(group.gather_rows(x)))
+            found["exchange"][tokens] = microseconds(lambda x=x: group.scatter_rows(group.gather_rows(x)))
 
         def there_and_back(x: Any = x) -> None:
             if options.rank == 0:

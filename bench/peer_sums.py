@@ -1,4 +1,4 @@
-"""Checks and times the kernels that sum over GPUs, for bench/many_gpus.py.
+"""Checks and times the kernels that sum and exchange rows over GPUs, for bench/many_gpus.py.
 
 The ranks are processes with a GPU each, of which each knows one, or streams of one process on one GPU: then nothing may
 load code or wait for the device while one of them waits for another.
@@ -17,15 +17,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from headrace.kernels import norm
-from headrace.kernels.cases import EPS, Inputs, relative_error, sums_over_ranks
+from headrace.kernels import exchange, norm
+from headrace.kernels.cases import EPS, Inputs, relative_error, rows_of_ranks, sums_over_ranks
 from headrace.kernels.peers import EMPTY, Peers
 
 Sizes = tuple[tuple[int, int], ...]
 SIZES: Sizes = ((1, 8192), (32, 8192), (128, 8192), (3, 4096), (70, 2880), (1, 100), (200, 77), (256, 1024))
 SMOKE_SIZES: Sizes = ((1, 100), (3, 40), (2, 64))
 """(rows, hidden) of a burst's sums"""
-TIMED_ROWS, TIMED_HIDDEN = (1, 8, 32, 128), 8192
+TIMED_ROWS, TIMED_HIDDEN, EXCHANGED_HIDDEN = (1, 8, 32, 128), 8192, 2048
 """Of more rows, programs of one rank would leave those of another no room on one GPU."""
 MOST_DELAY = 60_000
 """clock cycles, some 30 us"""
@@ -34,11 +34,16 @@ CALLS = 200
 
 
 class Burst:
-    """Holds one rank's sums of `sizes`, each in all ways, and what must come out."""
+    """Holds one rank's sums and exchanges of `sizes`, each in all ways, and what must come out."""
 
     def __init__(self, own: Peers, make: Inputs, sizes: Sizes) -> None:
         self.own = own
-        self.sums = [one for rows, hidden in sizes for one in sums_over_ranks(make, own, rows, hidden)]
+        self.sums = [
+            one
+            for rows, hidden in sizes
+            for ways in (sums_over_ranks, rows_of_ranks)
+            for one in ways(make, own, rows, hidden)
+        ]
 
     def run(self, delays: random.Random | None = None) -> list[Any]:
         """Compute all sums, one right behind the other; `delays`: at random places the stream waits before."""
@@ -111,7 +116,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         settle()
         for burst, _, results in graphs:
             burst.check(results)
-    return 3 * (bursts + 3 * replays) * len(sizes)
+    return 5 * (bursts + 3 * replays) * len(sizes)
 
 
 def graph_us(ranks: list[tuple[Any, Any]], calls: int = CALLS) -> float:
@@ -148,9 +153,16 @@ def norm_call(
     return call
 
 
+def exchange_call(own: Peers, rows: int, make: Inputs) -> Callable[[], Any]:
+    """Return what gathers `rows` x EXCHANGED_HIDDEN of each rank, and scatters sums of as many."""
+    x = make.random(rows, EXCHANGED_HIDDEN)
+    return lambda: exchange.scatter_rows(exchange.gather_rows(x, own), own)
+
+
 def two_streams(smoke: bool) -> dict[str, Any]:
-    """Let two ranks be streams of one GPU: {"sums": how many were compared, "norm_us": {rows: us}, and the same of one
-    rank, which sums nothing}. On a CPU there is one rank, under Triton's interpreter."""
+    """Let two ranks be streams of one GPU: {"sums": how many were compared, "norm_us": {rows: us}, the same of one
+    rank, which sums nothing, and "exchange_us": of rows that are gathered, and sums that are scattered}. On a CPU there
+    is one rank, under Triton's interpreter."""
     device, dtype = (torch.device("cpu"), torch.float32) if smoke else (torch.device("cuda"), torch.bfloat16)
     streams = [None] if smoke else [torch.cuda.Stream(), torch.cuda.Stream()]
     sizes, count, room = SMOKE_SIZES if smoke else SIZES, len(streams), (1 if smoke else 8) * 2**20
@@ -172,16 +184,20 @@ def two_streams(smoke: bool) -> dict[str, Any]:
         settle()
     both = ranks(most_looks=1 << 20)
     sums = race(both, make, sizes, *((1, 0) if smoke else (300, 500)))
-    alone, together = {}, {}
+    alone, together, exchanged = {}, {}, {}
     # Kernels that start before their turn, rank 0's next ones, would take the room of rank 1's on the one GPU.
-    with patch.object(norm, "overlap", lambda: {"OVERLAP": False}):
+    apart: Any = {"overlap": lambda: {"OVERLAP": False}}
+    with patch.multiple(norm, **apart), patch.multiple(exchange, **apart):
         for own, _ in () if smoke else ranks(most_looks=16):
             norm_call(own, 1, make(0))()
+            for rows in TIMED_ROWS:
+                exchange_call(own, rows, make(0))()
             settle()
         both = ranks(most_looks=1 << 20)
         for rows in () if smoke else TIMED_ROWS:
             together[rows] = graph_us([(norm_call(own, rows, make(rows)), stream) for own, stream in both])
+            exchanged[rows] = graph_us([(exchange_call(own, rows, make(rows)), stream) for own, stream in both])
             alone[rows] = graph_us([(norm_call(None, rows, make(rows)), streams[0])])
     if any(own.gave_up for own, _ in both):
         raise RuntimeError(f"a rank gave up while sums were timed: {together}")
-    return {"sums": sums, "norm_us": together, "norm_of_one_rank_us": alone}
+    return {"sums": sums, "norm_us": together, "norm_of_one_rank_us": alone, "exchange_us": exchanged}

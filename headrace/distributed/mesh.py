@@ -21,6 +21,7 @@ from headrace.distributed.peer_memory import connect
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Kind, Ranks
 from headrace.errors import ConfigError
+from headrace.kernels import exchange
 from headrace.kernels import peers as own
 from headrace.kernels.norm import Unsummed, add_up
 from headrace.kernels.peers import Peers
@@ -250,18 +251,28 @@ def _nccl_group(no_peers: str, name: str, members: list[int]) -> Group:
         send,
         receive,
     )
-    if name != "tp" or dist.get_rank() not in members:
+    if name not in ("tp", "dp") or dist.get_rank() not in members:
         return made
     if no_peers:
         return replace(made, no_peers=no_peers)
     processes = dist.group.WORLD if group is None else group
     device = torch.device("cuda", torch.cuda.current_device())
     found, problem = connect(device, made.rank, made.size, processes, made.all_gather, made.all_reduce)
+    if found is None:
+        return replace(made, no_peers=problem)
 
     def all_reduce(tensor: Tensor) -> Tensor:
-        return own.all_reduce(tensor, found) if found is not None and found.take(tensor) else made.all_reduce(tensor)
+        return own.all_reduce(tensor, found) if found.take(tensor) else made.all_reduce(tensor)
 
-    return replace(made, all_reduce=all_reduce, peers=found, no_peers=problem)
+    def gather_rows(tensor: Tensor) -> Tensor:
+        taken = exchange.takes(found, tensor)
+        return exchange.gather_rows(tensor, found) if taken else made.gather_rows(tensor)
+
+    def scatter_rows(tensor: Tensor) -> Tensor:
+        taken = exchange.takes(found, tensor, made.size)
+        return exchange.scatter_rows(tensor, found) if taken else made.scatter_rows(tensor)
+
+    return replace(made, all_reduce=all_reduce, gather_rows=gather_rows, scatter_rows=scatter_rows, peers=found)
 
 
 def _group(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels import norm, peers
+from headrace.kernels import exchange, norm, peers
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
 from headrace.kernels.adapters import AdapterWeights, shrink_adapters_reference
 from headrace.kernels.fp8 import (
@@ -195,6 +195,16 @@ def sums_over_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterato
     yield lambda: _after_a_sum(shared, norm.add_up), _after_a_sum(whole, norm.add_up_reference), 0.0
     normed = _after_a_sum(whole, weight, EPS, norm.rms_norm_reference)
     yield lambda: _after_a_sum(shared, weight, EPS, norm.rms_norm), normed, ROUNDED[make.dtype]
+
+
+def rows_of_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterator[tuple[Callable[[], Any], Any, float]]:
+    """Make an exchange of engines, each of which has `rows`, and yield its two ways like `sums_over_ranks`."""
+    everybody = make.random(own.ranks, rows, hidden)
+    everybody[make.uniform(*everybody.shape) < 0.1] = -0.0
+    mine = everybody[own.rank].clone()
+    yield lambda: bits(exchange.gather_rows(mine, own) + 0.0), bits((everybody + 0.0).flatten(0, 1)), 0.0
+    share, total = share_of_sum(make, own.rank, own.ranks, own.ranks * rows, hidden)
+    yield lambda: bits(exchange.scatter_rows(share, own)), bits(total.chunk(own.ranks)[own.rank]), 0.0
 
 
 def gate_and_mul(

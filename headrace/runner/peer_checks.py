@@ -1,45 +1,54 @@
-"""Checks at load the kernels that sum over GPUs, which all ranks run together."""
+"""Checks at load the kernels that sum or exchange rows over GPUs, which all ranks run together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from headrace.distributed.mesh import Group
-from headrace.kernels.cases import Inputs, relative_error, sums_over_ranks
+from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.cases import Inputs, relative_error, rows_of_ranks, sums_over_ranks
+from headrace.kernels.peers import Peers
 from headrace.runner.self_check import Check
 
 ROWS = (1, 3, 70)
 
 
-def peer_checks(group: Group, hidden: int, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Yield the check of sums over `group`, if kernels make them. Its error is in multiples of what is allowed."""
-    own = group.peers
-    if own is None:
-        return
+def peer_checks(mesh: Mesh, hidden: int, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
+    """Yield the checks of sums over the ranks that share layers, and of exchanges with other engines, where kernels
+    make them. Errors are in multiples of what is allowed."""
+    for group, name, cases in ((mesh.tp, "all_reduce", sums_over_ranks), (mesh.dp, "exchange", rows_of_ranks)):
+        if group.peers is None:
+            continue
 
-    def error() -> float:
-        worst = 0.0
-        for rows in (rows for rows in ROWS if rows * hidden * dtype.itemsize <= own.room):
-            for run, expected, bound in sums_over_ranks(Inputs(dtype, device, rows), own, rows, hidden):
-                worst = max(worst, relative_error(run(), expected) / (bound or 1.0))
-        return math.inf if own.gave_up else worst
+        def error(group: Group = group, own: Peers = group.peers, cases: Any = cases) -> float:
+            group.largest(0.0, device)  # kernels wait less long for a rank that reads its weights late
+            worst = 0.0
+            for rows in (rows for rows in ROWS if rows * hidden * dtype.itemsize <= own.room):
+                for run, expected, bound in cases(Inputs(dtype, device, rows), own, rows, hidden):
+                    worst = max(worst, relative_error(run(), expected) / (bound or 1.0))
+            return math.inf if own.gave_up else worst
 
-    def demote() -> str:
-        own.on = False
-        return "NCCL"
+        def demote(own: Peers = group.peers) -> str:
+            own.on = False
+            return "NCCL"
 
-    yield Check("all_reduce", error, 1.0, demote)
+        yield Check(name, error, 1.0, demote)
 
 
-def describe_sums(group: Group, demoted: bool = False) -> list[str]:
-    """Return the line for the start-up log that says what sums over the GPUs of `group`; none where there is one GPU,
-    or none."""
-    own, begin = group.peers, f"Sums over {group.size} GPUs:"
-    if own is not None and not demoted:
-        largest = f"{own.room / 2**20:.3g} MiB"
-        return [f"{begin} kernels of headrace's own up to {largest}, with residual and norm; NCCL above."]
-    why = "see the self-check" if own is not None else group.no_peers
-    return [f"{begin} NCCL, {why}."] if why else []
+def describe_peers(mesh: Mesh) -> list[str]:
+    """Return lines for the start-up log that say what sums over GPUs, and what exchanges rows with other engines; none
+    where there is one GPU, or none."""
+    lines = []
+    for group, begin, how in (
+        (mesh.tp, f"Sums over {mesh.tp.size} GPUs:", ", with residual and norm"),
+        (mesh.dp, f"Exchanges of {mesh.dp.size} engines:", ""),
+    ):
+        own = group.peers
+        if own is not None and own.on:
+            lines.append(f"{begin} kernels of headrace's own up to {own.room / 2**20:.3g} MiB{how}; NCCL above.")
+        elif why := group.no_peers if own is None else "see the self-check":
+            lines.append(f"{begin} NCCL, {why}.")
+    return lines

@@ -45,7 +45,7 @@ from headrace.runner.kv_scales import Calibration, SettledScales, fill_missing_s
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import Forward, ModelRunner, RunnerLimits
-from headrace.runner.peer_checks import describe_sums, peer_checks
+from headrace.runner.peer_checks import describe_peers, peer_checks
 from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.pipeline import Pipeline
 from headrace.runner.profile import measure_memory, measure_step_times
@@ -199,8 +199,8 @@ class Worker:
         if self.draft is not None:
             self.notes += [f"Draft: {note}" for note in self.draft.notes]
             subjects.append(replace(subject, model=self.draft))
-        check.run(peer_checks(self.mesh.tp, described.hidden_size, self.dtype, self.device))
-        self.notes += describe_sums(self.mesh.tp, demoted=bool(check.demoted))
+        check.run(peer_checks(self.mesh, described.hidden_size, self.dtype, self.device))
+        self.notes += describe_peers(self.mesh)
         check.compile_ahead([made for one in subjects for made in (*kernel_checks(one), *layer_checks(one))])
         self.memory.drop_workspaces()
         for one in subjects:
@@ -355,11 +355,11 @@ class Worker:
         return self._on_threads(step, partial(self._execute, step))
 
     def check_sums(self) -> None:
-        """Raise HeadraceError if a sum over GPUs has ended without the share of one of them: of a step that has ended
-        on the device this tells whether it was computed rightly."""
-        own = self.mesh.tp.peers
-        if own is not None and own.on and own.gave_up:
-            raise HeadraceError("a sum over GPUs lacks the share of one of them, whose rank has died or come too late")
+        """Raise HeadraceError if a sum or exchange over GPUs has ended without the share of one of them: of a step that
+        has ended on the device this tells whether it was computed rightly."""
+        for own in (self.mesh.tp.peers, self.mesh.dp.peers):
+            if own is not None and own.on and own.gave_up:
+                raise HeadraceError("a sum over GPUs lacks the share of one of them, whose rank has died or is late")
 
     def read_adapter(self, request: LoRARequest, dropped: Sequence[int]) -> str:
         """Read an adapter onto the host, after forgetting the `dropped` ones; return why it cannot be used, or nothing.

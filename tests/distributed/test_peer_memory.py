@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from headrace.distributed import peer_memory
-from headrace.distributed.mesh import Group
+from headrace.distributed.mesh import Group, Mesh
 from headrace.distributed.peer_memory import MOST_SENT, connect
 from headrace.errors import HeadraceError
 from headrace.kernels.norm import Unsummed
 from headrace.kernels.peers import Peers
-from headrace.runner.peer_checks import describe_sums
+from headrace.runner.peer_checks import describe_peers
 from headrace.runner.worker import Worker
 
 CPU = torch.device("cpu", 0)
@@ -48,9 +48,12 @@ def test_two_linked_gpus_share_memory(linked: dict[str, Any]) -> None:
     assert peers is not None
     assert (peers.ranks, peers.room, peers.addresses.tolist()[1]) == (2, MOST_SENT, 64)
     assert peers.memory.nbytes == 2 * 2 * MOST_SENT
-    assert describe_sums(Group(0, 2, peers=peers))[0].endswith("up to 8 MiB, with residual and norm; NCCL above.")
-    assert describe_sums(Group(0, 2, peers=peers), demoted=True) == ["Sums over 2 GPUs: NCCL, see the self-check."]
-    assert describe_sums(Group()) == []
+    sums, exchanges = describe_peers(Mesh(tp=Group(0, 2, peers=peers), dp=Group(0, 2, peers=peers)))
+    assert sums.endswith("up to 8 MiB, with residual and norm; NCCL above.")
+    assert exchanges == "Exchanges of 2 engines: kernels of headrace's own up to 8 MiB; NCCL above."
+    peers.on = False
+    assert describe_peers(Mesh(tp=Group(0, 2, peers=peers))) == ["Sums over 2 GPUs: NCCL, see the self-check."]
+    assert describe_peers(Mesh()) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_two_linked_gpus_share_memory(linked: dict[str, Any]) -> None:
 def test_where_one_cannot_all_keep_to_the_library(linked: dict[str, Any], case: dict[str, Any], said: str) -> None:
     linked |= case
     assert connected(linked) == (None, said)
-    assert describe_sums(Group(0, 2, no_peers=said)) == [f"Sums over 2 GPUs: NCCL, {said}."]
+    assert describe_peers(Mesh(tp=Group(0, 2, no_peers=said))) == [f"Sums over 2 GPUs: NCCL, {said}."]
 
 
 def test_a_group_sums_in_the_kernel_behind_what_fits_and_the_rest_before() -> None:
@@ -83,7 +86,7 @@ def test_a_group_sums_in_the_kernel_behind_what_fits_and_the_rest_before() -> No
 
 def test_a_sum_that_lacks_a_share_is_an_error() -> None:
     peers = Peers(0, torch.zeros(2, dtype=torch.int64), 4096, torch.clone)
-    worker: Any = SimpleNamespace(mesh=SimpleNamespace(tp=Group(0, 2, peers=peers)))
+    worker: Any = SimpleNamespace(mesh=Mesh(dp=Group(0, 2, peers=peers)))
     Worker.check_sums(worker)
     peers._alarm.fill_(1)
     with pytest.raises(HeadraceError, match="lacks the share"):

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.distributed.mesh import Group
+from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels import peers
-from headrace.kernels.cases import Inputs, relative_error, share_of_sum, sums_over_ranks
+from headrace.kernels.cases import Inputs, relative_error, rows_of_ranks, share_of_sum, sums_over_ranks
 from headrace.kernels.peers import EMPTY, Peers, send_to_ranks
 from headrace.runner.peer_checks import peer_checks
 
@@ -53,6 +53,26 @@ class Ranks:
             assert self.is_empty
             self.calls += 1
 
+    def exchange(self, rows, hidden, dtype) -> None:
+        """Hold exchanges to what must arrive, while the others send their rows, and their shares of this one's."""
+        seed, own = torch.seed(), self.own
+        sent = [[], []]
+        for other in range(own.ranks):
+            make = Inputs(dtype, CPU, seed)
+            everybody = make.random(own.ranks, rows, hidden)
+            everybody[make.uniform(*everybody.shape) < 0.1] = -0.0
+            sent[0].append(everybody[other].clone())
+            share, _ = share_of_sum(make, other, own.ranks, own.ranks * rows, hidden)
+            sent[1].append(share.chunk(own.ranks)[own.rank].clone())
+        for (run, expected, bound), messages in zip(
+            rows_of_ranks(Inputs(dtype, CPU, seed), own, rows, hidden), sent, strict=True
+        ):
+            for other in {*range(own.ranks)} - {own.rank}:
+                self.send(other, messages[other])
+            assert relative_error(run(), expected) <= bound, (rows, hidden, dtype)
+            assert self.is_empty
+            self.calls += 1
+
     @property
     def is_empty(self) -> bool:
         return bool((self.buffers[self.own.rank] == EMPTY).all())
@@ -64,6 +84,7 @@ def test_sums_equal_the_reference_call_after_call(rank, ranks):
     group, dtypes = Ranks(rank, ranks), (torch.bfloat16, torch.float16, torch.float32)
     for place, (rows, hidden) in enumerate(((1, 48), (5, 33), (3, 100), (1, 1024))):
         group.check(rows, hidden, dtypes[place % 3])
+        group.exchange(rows, hidden, dtypes[place % 3])
     assert not group.own.gave_up
 
 
@@ -90,7 +111,8 @@ def test_a_rank_that_does_not_come_is_given_up_at_once_the_next_time():
 def test_the_check_at_load_finds_a_rank_whose_sums_are_wrong(monkeypatch):
     ranks, given = Ranks(0, 1), (12, torch.float32, CPU)
     own = ranks.own
-    (check,) = peer_checks(Group(0, 1, peers=own), *given)
+    (check, exchanged) = peer_checks(Mesh(tp=Group(0, 1, peers=own), dp=Group(0, 1, peers=own)), *given)
+    assert exchanged.error() <= exchanged.bound
     assert check.error() <= check.bound
     monkeypatch.setattr(peers, "all_reduce", lambda x, own: x.add_(0.01))
     assert check.error() == float("inf")
@@ -99,7 +121,7 @@ def test_the_check_at_load_finds_a_rank_whose_sums_are_wrong(monkeypatch):
     monkeypatch.undo()
     own._alarm.fill_(1)
     assert check.error() == float("inf")
-    assert list(peer_checks(Group(), *given)) == []
+    assert list(peer_checks(Mesh(), *given)) == []
 
 
 @pytest.mark.parametrize(
