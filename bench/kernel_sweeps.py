@@ -165,6 +165,13 @@ def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: in
         pairs = replace(tokens, norms=(of_q, of_k), interleaved=True, temperature=make.uniform(len(tokens.q)) + 1)
         pairs = replace(pairs, q_weight=make.uniform(dim) + 0.5)
         yield from cases.rotary_and_cache((table, tokens.positions), pairs, bound)
+    scale, cache = torch.tensor([0.02, 0.015], device=make.device), make.random(2, blocks, 4, kv_heads, dim)
+    beyond = cases.new_tokens(
+        make, (heads, kv_heads, kv_heads), dim, 4096, cache.to(make.fp8), norms=weights, kv_scale=scale
+    )
+    assert beyond.v is not None
+    beyond.v[0], beyond.v[1] = 3e4, -6e4  # what the cache's type cannot hold becomes its largest
+    yield from cases.rotary_and_cache((table, beyond.positions), beyond, cases.ROUNDED_FP8)
 
 
 def _latents(make: Inputs, heads: int, nope: int, rope: int, latent: int, blocks: int) -> Cases:
