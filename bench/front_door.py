@@ -3,37 +3,31 @@
     python bench/front_door.py [--processes 1,2,4] [--engines 4] [--streams 640] [--tokens 1000] [--json FILE]
 
 The engines are fake: a core, a scheduler and scripted tokens, a step each 5 ms, so that they offer 200 tokens a second
-to each stream and take no more than a core of the machine each. All streams begin at once; each must come whole.
-Reported are tokens a second from the first request to the last answer's end, and tokens for a second of processor time
-of the busiest HTTP process: what they carry at most where every one has a core of its own. On a machine with fewer
-cores than processes only the latter says something; a process that falls behind writes several tokens as one event,
-for which it needs less.
+to each stream and take no more than a core of the machine each. All streams begin at once, and `headrace bench serve`
+reads them; each must come whole. Reported are tokens a second from the first request to the last answer's end, and
+tokens for a second of processor time of the busiest HTTP process: what they carry at most where every one has a core of
+its own. On a machine with fewer cores than processes only the latter says something; a process that falls behind writes
+several tokens as one event, for which it needs less.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import uvloop
+import psutil
 from server_process import running
 
-ROOT = Path(__file__).parents[1]
+from headrace.cli.main import main as headrace_main
 
+ROOT = Path(__file__).parents[1]
 START_SECONDS = 240.0
-TICKS = os.sysconf("SC_CLK_TCK")
-DONE = b"data: [DONE]\n\n"
-TAIL = 1024
-"""Bytes at the end of a stream that are looked at."""
 
 
 def serve(folder: str, engines: int, processes: int) -> int:
@@ -50,62 +44,24 @@ def serve(folder: str, engines: int, processes: int) -> int:
     return run_server(config, ServerConfig(port=0, api_server_count=processes), start)
 
 
-class Stream(asyncio.Protocol):
-    """Sends one request when it is connected, and notes how its answer ends."""
-
-    def __init__(self, request: bytes) -> None:
-        self.request, self.tail, self.events = request, b"", 0
-        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.write(self.request)  # type: ignore[attr-defined]  # uvloop's are none of asyncio's classes
-
-    def data_received(self, data: bytes) -> None:
-        self.events += data.count(b"data: ")
-        self.tail = (self.tail + data)[-TAIL:]
-        if DONE in self.tail and not self.ended.done():
-            self.ended.set_result(time.monotonic())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(RuntimeError(f"a stream broke off: {self.tail!r}"))
+def processor_seconds(server: psutil.Process) -> list[float]:
+    """Return the processor time that each HTTP process has taken; `server`: the first one."""
+    others = [one for one in server.children() if "headrace.server.http_process" in one.cmdline()]
+    return [sum(one.cpu_times()[:2]) for one in (server, *others)]
 
 
-def client(address: tuple[str, int, int, int]) -> tuple[float, float, int]:
-    """Read so many streams of so many tokens each from (host, port, streams, tokens); return when the first began and
-    the last ended (time.monotonic()), and the events that came. Raises RuntimeError for one that is not whole."""
-    host, port, streams, tokens = address
-    body = json.dumps(
-        {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True,
-         "stream_options": {"include_usage": True}}
-    ).encode()  # fmt: skip
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-    async def read_all() -> tuple[float, float, int]:
-        began, loop = time.monotonic(), asyncio.get_running_loop()
-        opened = [await loop.create_connection(lambda: Stream(request), host, port) for _ in range(streams)]
-        ended = await asyncio.gather(*(stream.ended for _, stream in opened))
-        for transport, stream in opened:
-            transport.abort()
-            if f'"completion_tokens":{tokens}'.encode() not in stream.tail:
-                raise RuntimeError(f"a stream is not whole: {stream.tail!r}")
-        return began, max(ended), sum(stream.events for _, stream in opened)
-
-    return uvloop.run(read_all())
-
-
-def processor_seconds(server: int) -> list[float]:
-    """Return the processor time that each HTTP process has taken; `server`: the process of the first one."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
-            command = (path / "cmdline").read_text()
-        except OSError:  # it has ended
-            continue
-        if int(path.name) == server or (int(fields[1]) == server and "headrace.server.http_process" in command):
-            found.append((int(fields[11]) + int(fields[12])) / TICKS)
+def read(url: str, streams: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Read so many streams of so many tokens each, and return what the client found. Raises RuntimeError where one is
+    not whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        command = ["bench", "serve", f"--base-url={url}", "--ignore-eos", "--disable-tqdm", "--vocab-size=200"]
+        command += [f"--num-prompts={streams}", "--random-input-len=16", f"--random-output-len={tokens}"]
+        command += [f"--num-client-processes={options.clients}", f"--result-filename={path}"]
+        headrace_main(command)
+        found: dict[str, Any] = json.loads(path.read_text())
+    if found["failed"] or found["total_output_tokens"] != streams * tokens:
+        raise RuntimeError(f"{found['failed']} streams failed; {found['total_output_tokens']} tokens came")
     return found
 
 
@@ -120,21 +76,19 @@ def measure(processes: int, options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, __file__, "--serve", folder, str(options.engines), str(processes)]
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
         with running(command, environment) as server:
-            host, _, port = server.wait_for_url(START_SECONDS).rpartition("/")[2].rpartition(":")
-            each = (host, int(port), options.streams // options.clients, options.tokens)
-            with multiprocessing.get_context("spawn").Pool(options.clients) as pool:
-                pool.map(client, [(host, int(port), 1, 2)] * options.clients, 1)
-                before = processor_seconds(server.process.pid)
-                found = pool.map(client, [each] * options.clients, 1)
-            used = [b - a for a, b in zip(before, processor_seconds(server.process.pid), strict=True)]
-    tokens = each[2] * options.clients * options.tokens
-    seconds = max(end for _, end, _ in found) - min(begin for begin, _, _ in found)
+            url, process = server.wait_for_url(START_SECONDS), psutil.Process(server.process.pid)
+            read(url, options.clients, 2, options)
+            before = processor_seconds(process)
+            found = read(url, options.streams, options.tokens, options)
+            used = [b - a for a, b in zip(before, processor_seconds(process), strict=True)]
+    tokens = found["total_output_tokens"]
     return {
-        "processes": processes, "engines": options.engines, "streams": each[2] * options.clients, "tokens": tokens,
-        "seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds),
-        "tokens_per_event": round(tokens / sum(events for _, _, events in found), 2),
+        "processes": processes, "engines": options.engines, "streams": options.streams, "tokens": tokens,
+        "seconds": round(found["duration"], 2), "tokens_per_second": round(found["output_throughput"]),
+        "tokens_per_event": round(1 / found["events_per_output_token"], 2),
         "processor_seconds": [round(one, 2) for one in used],
         "tokens_per_processor_second": round(tokens / max(used)),
+        "client_cpu_shares": [round(one, 2) for one in found["client_cpu_shares"]],
         "cores": os.cpu_count(),
     }  # fmt: skip
 
