@@ -2,7 +2,7 @@
 before.
 
     python bench/load.py FOLDER [--device cuda] [--quantization fp8]
-    python bench/load.py --make moe --layers 13 --work /tmp/load      # writes a folder of random weights first
+    python bench/load.py --make-8b --layers 13 --work /tmp/load      # writes layers of random weights first
 
 The page cache is emptied of the folder's files before the first reading. `h200.py --part fp8-memory` measures how much
 memory a load takes.
@@ -11,8 +11,6 @@ memory a load takes.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import mmap
 import os
 import threading
@@ -24,38 +22,36 @@ from unittest.mock import patch
 
 import torch
 from h200_parts.engines import context_for
-from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B
-from safetensors.torch import save_file
+from h200_parts.numerics import write_random_model
+from h200_parts.settings import Settings
 
-from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.checkpoint import checkpoint_files
 
-SMALL_EXPERTS = QWEN3_30B_A3B | {"hidden_size": 512, "moe_intermediate_size": 128, "vocab_size": 4096}
-MADE = {"8b": LLAMA_8B, "moe": QWEN3_30B_A3B, "small-experts": SMALL_EXPERTS}
 DIRECT_BYTES = 4 << 20
 DIRECT_THREADS = (1, 4, 16)
 """The disk's speed is the best of these."""
-SHARD_BYTES = 1 << 30
-RANDOM = 1 << 22
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--make", choices=MADE, help="write a folder of this model's shapes instead")
+    parser.add_argument(
+        "--make-8b", action="store_true", help="write a folder of the 8B's sizes instead; on a CPU, a toy"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("load"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quantization")
     options = parser.parse_args()
     folder = options.folder
-    if options.make:
-        folder = options.work / options.make
-        make(folder, MADE[options.make] | {"num_hidden_layers": options.layers})
+    if options.make_8b:
+        folder = write_random_model(
+            options.work / "8b", Settings(options.work, smoke=options.device == "cpu"), options.layers
+        )
     if folder is None:
-        parser.error("name a folder, or --make one")
+        parser.error("name a folder, or --make-8b")
     files = checkpoint_files(folder)
     num_bytes = sum(file.stat().st_size for file in files)
     disk = max(direct_read(files, threads) for threads in DIRECT_THREADS)
@@ -64,29 +60,6 @@ def main() -> None:
         if state == "page cache dropped":
             drop_cache(files)
         print(f"{state}: {load(folder, num_bytes, disk, options)}")
-
-
-def make(folder: Path, config: dict[str, Any]) -> None:
-    """Write bfloat16 weights of all the shapes that the model asks for; large ones repeat the same random numbers."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    described = ModelConfig.from_folder(folder)
-    model = loader.build_model(described, context_for(described, torch.device("cpu")))
-    numbers = torch.empty(RANDOM, dtype=torch.bfloat16).normal_(0, 0.02)
-    shard: dict[str, torch.Tensor] = {}
-    held = number = 0
-    for path, layer in model.named_modules():
-        if not isinstance(layer, Layer):
-            continue
-        layer.create_weights(torch.device("meta"))
-        for name, slot in layer.slots(path).items():
-            elements = math.prod(slot.shape)
-            shard[name] = numbers[: min(elements, RANDOM)].repeat(-(-elements // RANDOM))[:elements].view(slot.shape)
-            held += elements * 2
-            if held > SHARD_BYTES:
-                save_file(shard, folder / f"model-{number:05}.safetensors")
-                shard, held, number = {}, 0, number + 1
-    save_file(shard, folder / f"model-{number:05}.safetensors")
 
 
 def drop_cache(files: list[Path]) -> None:
