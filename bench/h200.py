@@ -16,8 +16,8 @@ batch, `adapters` (LoRA) those with and without them; `quantizing` times `headra
 Cases, each part under 3 minutes:
 
     graphs            five graph modes give the same tokens: all of them in fp32; in bf16 it prints how many
-    memory            a GPU filled by another process, shares that are too small, allocations that fail while weights
-                      are read, a step is profiled, the cache is allocated, a step runs, a graph is captured: no crash
+    memory            a GPU filled by another process from the start, before the cache is allocated or while steps run,
+                      weights and shares that are too large or small for it: no crash
     two-instances     two 8B engines at gpu_memory_utilization 0.45, one after the other and at once
     self-check        all kernels agree with their references at load, and injected faults are detected and demoted
     self-check-moe    the same for experts, at Qwen3-30B-A3B's sizes
