@@ -1,25 +1,34 @@
-"""Trains the draft model of the embedded demo model: a Llama of one layer that learns the demo model's distributions.
+"""Trains what guesses tokens for the embedded demo model: a Llama of one layer, or an EAGLE-3 head.
 
     python bench/train_demo_draft.py --output headrace/demo_draft
+    python bench/train_demo_draft.py --head --output headrace/demo_eagle3
 
-Needs `transformers` and some fifteen minutes on two CPU cores. The demo model writes stories; the draft begins with its
-embedding and its first layer, and is fitted to its probabilities at every token of the stories (Hinton 2015), as drafts
-of language models are (Zhou 2023, DistillSpec). It shares the demo model's tokenizer, so its folder has none. Prints on
-held-out text how often both choose the same token, and the share of the two distributions that overlaps.
+Needs `transformers` and some fifteen minutes on two CPU cores. The demo model writes stories; what guesses is fitted to
+its probabilities at every token of the stories (Hinton 2015), as drafts of language models are (Zhou 2023). It shares
+the demo model's tokenizer, so its folder has none. The draft begins with the model's embedding and its first layer; the
+head (arXiv 2503.01840) with the model's last layer, and is fitted to several tokens in a row, of which it guesses the
+later ones from hidden states of its own. Prints on held-out text, for each token in a row, how often both choose the
+same one, and the share of the two distributions that overlaps.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
 import random
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import Linear, Module
 from torch.nn.functional import kl_div, log_softmax
 from train_demo_model import BEGIN, CONTEXT, DEMO, END, OPENINGS, REQUESTS, TOPICS
 
@@ -28,6 +37,14 @@ ROWS = 192
 """stories that are written at once"""
 HELD_OUT = 16
 """rows of text that are not trained on"""
+TAPS = (1, 3, 4)
+"""layers of the model whose inputs a head reads"""
+HEAD_TOKENS = 1024
+"""tokens that a head may guess, those that stories have most often"""
+IN_A_ROW, LATER = 3, 0.8
+"""tokens that a head is fitted to in a row, and how much each counts of the one before"""
+Pairs = Iterator[tuple[Tensor, Tensor]]
+"""for each token in a row the logits of the model and of what guesses, at all places of some rows"""
 
 
 def story_prompts(tokenizer: Tokenizer, count: int, rng: random.Random) -> list[list[int]]:
@@ -86,44 +103,92 @@ def first_layer(model: Any) -> Any:
     return draft
 
 
-@torch.no_grad()
-def hidden_states(model: Any, rows: Tensor, batch: int = 16) -> Tensor:
-    """Return what the head of `model` reads at every token of `rows` # [rows, CONTEXT, hidden_size] bfloat16."""
-    parts = [model.model(input_ids=part).last_hidden_state.bfloat16() for part in rows.split(batch)]
-    return torch.cat(parts)
+def draft_pairs(model: Any, draft: Any, ids: Tensor) -> Pairs:
+    """Yield the logits of the next token."""
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    yield wanted, draft(input_ids=ids).logits
+
+
+class Head(Module):
+    """An EAGLE-3 head under the names of its authors' files, which begins with the weights of the model's last layer:
+    at first it computes nothing else, from the last of what it reads."""
+
+    def __init__(self, model: Any, tokens: Tensor) -> None:
+        """`tokens`: the ids that it may guess, in ascending order # [HEAD_TOKENS]."""
+        super().__init__()
+        self.tokens = tokens
+        hidden, vocab = model.config.hidden_size, model.config.vocab_size
+        self.fc = Linear(len(TAPS) * hidden, hidden, bias=False)
+        self.fc.weight.data = torch.eye(hidden).repeat(1, len(TAPS)) * torch.tensor([0, 0, 1]).repeat_interleave(hidden)
+        self.midlayer = copy.deepcopy(model.model.layers[-1])
+        self.midlayer.hidden_norm = copy.deepcopy(self.midlayer.input_layernorm)
+        attention = self.midlayer.self_attn
+        attention.layer_idx = 0
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            part.weight.data = torch.cat((torch.zeros_like(part.weight), part.weight), dim=1)
+        self.norm = copy.deepcopy(model.model.norm)
+        self.lm_head = Linear(hidden, len(tokens), bias=False)
+        self.lm_head.weight.data = model.lm_head.weight.data[tokens].clone()
+        self.register_buffer("d2t", tokens - torch.arange(len(tokens)))
+        self.register_buffer("t2d", torch.isin(torch.arange(vocab), tokens))
+
+    def forward(self, embedded: Tensor, hidden: Tensor, *attending: Any) -> Tensor:
+        """Return hidden states # [rows, places, hidden_size] of the next tokens. `attending`: angles, mask, cache."""
+        layer = self.midlayer
+        joined = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), dim=-1)
+        hidden = hidden + layer.self_attn(joined, *attending)[0]
+        out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return out
+
+
+def head_pairs(model: Any, head: Head, ids: Tensor) -> Pairs:
+    """Yield the logits of IN_A_ROW tokens. Guesses behind the first see the model's hidden states up to the first's
+    place, and behind it those that the head has made for the guesses before them."""
+    from transformers import DynamicCache
+
+    count, tokens = ids.shape[1] - IN_A_ROW, head.tokens
+    with torch.no_grad():
+        out = model(input_ids=ids, output_hidden_states=True)
+        wanted, embedded = out.logits[..., tokens], model.get_input_embeddings()(ids)
+    hidden = head.fc(torch.cat([out.hidden_states[tap][:, :count] for tap in TAPS], dim=-1))
+    cache, mask, own = DynamicCache(), torch.ones(count, count).tril().bool(), torch.eye(count).bool()
+    for place in range(IN_A_ROW):
+        these = slice(1 + place, 1 + place + count)
+        angles = model.model.rotary_emb(hidden, torch.arange(place, place + count)[None])
+        hidden = head(embedded[:, these], hidden, angles, mask[None, None], cache)
+        yield wanted[:, these], head.lm_head(head.norm(hidden))
+        mask = torch.cat((mask, own), dim=1)
 
 
 @torch.no_grad()
-def agreement(theirs: Tensor, ours: Tensor) -> tuple[float, float]:
-    """Return how often both logits have the same token as most likely, and the mean overlap of their distributions,
-    which is how often a draw by rejection sampling would be accepted."""
+def agreement(theirs: Tensor, ours: Tensor) -> str:
+    """Say how often both logits have the same token as most likely, and the mean overlap of their distributions, which
+    is how often a draw by rejection sampling would be accepted."""
     same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean()
     overlap = torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1).mean()
-    return float(same), float(overlap)
+    return f"same token {same:.1%} overlap {overlap:.1%}"
 
 
-def distill(model: Any, draft: Any, rows: Tensor, steps: int, batch: int, peak: float) -> None:
-    """Fit `draft` to the probabilities of `model`, by AdamW with a cosine schedule."""
-    hidden, start = hidden_states(model, rows), time.monotonic()
+def distill(draft: Module, pairs: Callable[[Tensor], Pairs], rows: Tensor, steps: int, batch: int, peak: float) -> None:
+    """Fit `draft` to the probabilities of the model, by AdamW with a cosine schedule."""
+    start = time.monotonic()
     optimizer = torch.optim.AdamW(draft.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
 
-    def both(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            wanted = model.lm_head(hidden[chosen].float())
-        return wanted, draft(input_ids=rows[chosen]).logits
-
     def report(step: int) -> None:
-        same, overlap = agreement(*both(torch.arange(HELD_OUT)))
-        seconds = time.monotonic() - start
-        print(f"step {step} of {steps}, {seconds:.0f} s  same token {same:.1%}  overlap {overlap:.1%}", flush=True)
+        with torch.no_grad():
+            said = "; ".join(agreement(*pair) for pair in pairs(rows[:HELD_OUT]))
+        print(f"step {step} of {steps}, {time.monotonic() - start:.0f} s  {said}", flush=True)
 
     for step in range(steps):
         warmup, progress = min(1.0, (step + 1) / 50), step / steps
         for group in optimizer.param_groups:
             group["lr"] = peak * warmup * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
-        wanted, ours = both(torch.randint(HELD_OUT, len(rows), (batch,)))
-        target = log_softmax(wanted, dim=-1)
-        loss = kl_div(log_softmax(ours, dim=-1), target, reduction="sum", log_target=True) / (batch * CONTEXT)
+        loss, share = torch.zeros(()), 1.0
+        for wanted, ours in pairs(rows[torch.randint(HELD_OUT, len(rows), (batch,))]):
+            target = log_softmax(wanted, dim=-1)
+            apart = kl_div(log_softmax(ours, dim=-1), target, reduction="sum", log_target=True)
+            loss, share = loss + share * apart / target[..., 0].numel(), share * LATER
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
@@ -133,9 +198,22 @@ def distill(model: Any, draft: Any, rows: Tensor, steps: int, batch: int, peak: 
     report(steps)
 
 
+def save_head(head: Head, model: Any, folder: Path) -> None:
+    """Write the head as its authors do: config.json, and weights in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: one.bfloat16() if one.is_floating_point() else one for name, one in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    changes = {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": len(head.tokens),
+        "eagle_aux_hidden_state_layer_ids": TAPS, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | changes, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--head", action="store_true", help="train an EAGLE-3 head")
     parser.add_argument("--tokens", type=int, default=300_000, help="tokens of the stories")
     parser.add_argument("--steps", type=int, default=96, help="training steps")
     parser.add_argument("--batch", type=int, default=8, help=f"rows of {CONTEXT} tokens")
@@ -147,10 +225,15 @@ def main() -> None:
 
     model = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     rows = write_corpus(model, args.tokens, args.seed)
+    settings = rows, args.steps, args.batch, args.rate
+    if args.head:
+        often = rows.flatten().bincount(minlength=model.config.vocab_size).topk(HEAD_TOKENS).indices
+        head = Head(model, often.sort().values)
+        distill(head, partial(head_pairs, model, head), *settings)
+        save_head(head, model, args.output)
+        return
     draft = first_layer(model)
-    print(f"parameters: {sum(one.numel() for one in draft.parameters()):,}")
-    distill(model, draft, rows, args.steps, args.batch, args.rate)
-    args.output.mkdir(parents=True, exist_ok=True)
+    distill(draft, partial(draft_pairs, model, draft), *settings)
     draft.to(torch.bfloat16).save_pretrained(args.output, safe_serialization=True)
     (args.output / "generation_config.json").unlink(missing_ok=True)
 
