@@ -198,13 +198,14 @@ def sums_over_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterato
 
 
 def rows_of_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterator[tuple[Callable[[], Any], Any, float]]:
-    """Make an exchange of engines, each of which has `rows`, and yield its two ways like `sums_over_ranks`."""
+    """Make an exchange of engines, each of which has `rows`, and yield its two ways like `sums_over_ranks`. The copies
+    keep kernels from starting beside a sum: where two ranks share a GPU, they would take the other's room."""
     everybody = make.random(own.ranks, rows, hidden)
     everybody[make.uniform(*everybody.shape) < 0.1] = -0.0
     mine = everybody[own.rank].clone()
-    yield lambda: bits(exchange.gather_rows(mine, own) + 0.0), bits((everybody + 0.0).flatten(0, 1)), 0.0
+    yield lambda: bits(exchange.gather_rows(mine.clone(), own) + 0.0), bits((everybody + 0.0).flatten(0, 1)), 0.0
     share, total = share_of_sum(make, own.rank, own.ranks, own.ranks * rows, hidden)
-    yield lambda: bits(exchange.scatter_rows(share, own)), bits(total.chunk(own.ranks)[own.rank]), 0.0
+    yield lambda: bits(exchange.scatter_rows(share.clone(), own)), bits(total.chunk(own.ranks)[own.rank]), 0.0
 
 
 def gate_and_mul(
