@@ -9,7 +9,8 @@ Parts:
     streams           headrace's own sums, and exchanges of engines that share experts (tokens are gathered, sums
                       scattered), by two ranks that are streams of one GPU: thousands with random delays, alone and in
                       graphs, against their reference; and their microseconds. Needs one GPU
-    collectives       the same by processes, a GPU each, beside NCCL's; and sends between stages: microseconds by size
+    collectives       the same by processes, a GPU each, beside NCCL's; sums in two shots, by how their numbers travel,
+                      and from which size on they are the fastest; and sends between stages: microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
     step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
                       named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp).
@@ -44,6 +45,7 @@ from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
 
 from headrace.distributed.ranks import Ranks
 from headrace.environment import child_environment
+from headrace.kernels.peers import QUICK_BITS
 
 MOST_SECONDS = 530
 
@@ -168,8 +170,9 @@ def generate_on(llm: Any, count: int, output: int) -> None:
 
 def collectives(options: argparse.Namespace) -> dict[str, Any]:
     """Time collectives between all GPUs, where tokens are those of each GPU: {"all_reduce": {tokens: us}, "norm": the
-    same with residual and norm, "send": ..., "exchange": ...}; with -nccl behind: NCCL's alone. "error", if there is
-    one, says what own sums got wrong."""
+    same with residual and norm, "send": ..., "exchange": ...}; with -nccl behind: NCCL's alone, with -one: in one shot,
+    with -FP, -INT8 and so on: in two. "faster_from": see `break_even`. "error", if there is one, says what own sums got
+    wrong."""
     ranks = range(options.gpus)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.gpus) as pool:
         command = [sys.executable, __file__, "--rank-of", f"{folder}/meet", "--gpus", str(options.gpus)]
@@ -189,13 +192,26 @@ def collectives(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def break_even(found: dict[str, Any]) -> dict[str, int]:
+    """Return {how numbers travel: from how many bytes on sums in two shots were the fastest at all sizes measured}, of
+    those that were at the largest."""
+    least: dict[str, int] = {}
+    for name in QUICK_BITS:
+        for tokens, us in sorted(found[f"all_reduce-{name}"].items(), reverse=True):
+            if us >= min(found[f"all_reduce-{other}"].get(tokens, us + 1) for other in ("nccl", "one")):
+                break
+            least[name] = tokens * HIDDEN * 2
+    return least
+
+
 def time_collectives(options: argparse.Namespace) -> None:
     """Be one rank of `collectives`, and print its times."""
     import torch
-    from peer_sums import SIZES, graph_us, norm_call, race
+    from peer_sums import SIZES, graph_us, in_two_call, norm_call, race
 
     from headrace.distributed.mesh import init_mesh
     from headrace.kernels.cases import Inputs
+    from headrace.kernels.peers import all_reduce
 
     device = torch.device("cpu") if options.smoke else torch.device("cuda", options.rank)
     if device.type == "cuda":
@@ -237,6 +253,11 @@ def time_collectives(options: argparse.Namespace) -> None:
             library = norm_call(None, tokens, make, own.library)
             found.setdefault("all_reduce-nccl", {})[tokens] = graph_us([(lambda x=x: own.library(x), stream)])
             found["all_reduce"][tokens] = graph_us([(lambda x=x: group.all_reduce(x), stream)])
+            if x.nbytes <= own.most:
+                found.setdefault("all_reduce-one", {})[tokens] = graph_us([(lambda x=x: all_reduce(x, own), stream)])
+            for name, bits in QUICK_BITS.items():
+                us = graph_us([(in_two_call(own, tokens, make, bits), stream)])
+                found.setdefault(f"all_reduce-{name}", {})[tokens] = us
             found.setdefault("norm-nccl", {})[tokens] = graph_us([(library, stream)])
             if own.take(x):
                 found.setdefault("norm", {})[tokens] = graph_us([(norm_call(own, tokens, make), stream)])
@@ -258,6 +279,8 @@ def time_collectives(options: argparse.Namespace) -> None:
                 group.send(x, 0)()
 
         found["send"][tokens] = microseconds(there_and_back) / 2
+    if own is not None:
+        found["faster_from"] = break_even(found)
     if own is not None and own.gave_up and "error" not in found:
         found["error"] = f"rank {options.rank} gave up while sums were timed"
     mesh.close()

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from headrace.kernels import exchange, norm
-from headrace.kernels.cases import EPS, Inputs, relative_error, rows_of_ranks, sums_over_ranks
-from headrace.kernels.peers import EMPTY, Peers
+from headrace.kernels import exchange, norm, peers
+from headrace.kernels.cases import EPS, Inputs, relative_error, rows_of_ranks, sums_in_two, sums_over_ranks
+from headrace.kernels.peers import EMPTY, QUICK_BITS, Peers
 
 Sizes = tuple[tuple[int, int], ...]
 SIZES: Sizes = ((1, 8192), (32, 8192), (128, 8192), (3, 4096), (70, 2880), (1, 100), (200, 77), (256, 1024))
@@ -27,6 +27,8 @@ SMOKE_SIZES: Sizes = ((1, 100), (3, 40), (2, 64))
 """(rows, hidden) of a burst's sums"""
 TIMED_ROWS, TIMED_HIDDEN, EXCHANGED_HIDDEN = (1, 8, 32, 128), 8192, 2048
 """Of more rows, programs of one rank would leave those of another no room on one GPU."""
+TIMED_IN_TWO = 512
+"""rows, of two shots"""
 MOST_DELAY = 60_000
 """clock cycles, some 30 us"""
 CALLS = 200
@@ -38,12 +40,8 @@ class Burst:
 
     def __init__(self, own: Peers, make: Inputs, sizes: Sizes) -> None:
         self.own = own
-        self.sums = [
-            one
-            for rows, hidden in sizes
-            for ways in (sums_over_ranks, rows_of_ranks)
-            for one in ways(make, own, rows, hidden)
-        ]
+        ways = [sums_over_ranks, rows_of_ranks, *([sums_in_two] if own.ranks > 1 else [])]
+        self.sums = [one for rows, hidden in sizes for way in ways for one in way(make, own, rows, hidden)]
 
     def run(self, delays: random.Random | None = None) -> list[Any]:
         """Compute all sums, one right behind the other; `delays`: at random places the stream waits before."""
@@ -92,7 +90,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
     """Compare so many bursts and replays of graphs, of all `ranks` (each with its stream), with their reference; return
     the number of sums of each rank. `make`: gives the inputs of a seed. Raises RuntimeError where one is wrong."""
     delays = [random.Random(own.rank) for own, _ in ranks]
-    draw = random.Random(0)
+    draw, count = random.Random(0), 0
     for number in range(bursts):
         drawn = tuple(draw.choices(sizes, k=len(sizes)))
         made = [Burst(own, make(number), drawn) for own, _ in ranks]
@@ -104,6 +102,7 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         settle()
         for burst, results in zip(made, found, strict=True):
             burst.check(results)
+        count += len(found[0])
     graphs = []
     for own, stream in ranks if replays else ():
         burst, graph = Burst(own, make(bursts), sizes), torch.cuda.CUDAGraph()
@@ -116,7 +115,8 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
         settle()
         for burst, _, results in graphs:
             burst.check(results)
-    return 5 * (bursts + 3 * replays) * len(sizes)
+        count += 3 * len(graphs[0][2])
+    return count
 
 
 def graph_us(ranks: list[tuple[Any, Any]], calls: int = CALLS) -> float:
@@ -159,13 +159,19 @@ def exchange_call(own: Peers, rows: int, make: Inputs) -> Callable[[], Any]:
     return lambda: exchange.scatter_rows(exchange.gather_rows(x, own), own)
 
 
+def in_two_call(own: Peers, rows: int, make: Inputs, bits: int) -> Callable[[], Any]:
+    """Return what sums `rows` x TIMED_HIDDEN over the ranks in two shots."""
+    x = make.random(rows, TIMED_HIDDEN).zero_()
+    return lambda: peers.all_reduce_in_two(x, own, bits)
+
+
 def two_streams(smoke: bool) -> dict[str, Any]:
     """Let two ranks be streams of one GPU: {"sums": how many were compared, "norm_us": {rows: us}, the same of one
-    rank, which sums nothing, and "exchange_us": of rows that are gathered, and sums that are scattered}. On a CPU there
-    is one rank, under Triton's interpreter."""
+    rank, which sums nothing, "exchange_us": of rows that are gathered, and sums that are scattered, and "in_two_us": of
+    TIMED_IN_TWO rows}. On a CPU there is one rank, under Triton's interpreter."""
     device, dtype = (torch.device("cpu"), torch.float32) if smoke else (torch.device("cuda"), torch.bfloat16)
     streams = [None] if smoke else [torch.cuda.Stream(), torch.cuda.Stream()]
-    sizes, count, room = SMOKE_SIZES if smoke else SIZES, len(streams), (1 if smoke else 8) * 2**20
+    sizes, count, room = SMOKE_SIZES if smoke else SIZES, len(streams), (1 if smoke else 16) * 2**20
     buffers = [torch.empty(count * room, dtype=torch.int16, device=device) for _ in range(count)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
 
@@ -187,17 +193,24 @@ def two_streams(smoke: bool) -> dict[str, Any]:
     alone, together, exchanged = {}, {}, {}
     # Kernels that start before their turn, rank 0's next ones, would take the room of rank 1's on the one GPU.
     apart: Any = {"overlap": lambda: {"OVERLAP": False}}
-    with patch.multiple(norm, **apart), patch.multiple(exchange, **apart):
+    in_two = {}
+    with patch.multiple(norm, **apart), patch.multiple(exchange, **apart), patch.multiple(peers, **apart):
         for own, _ in () if smoke else ranks(most_looks=16):
             norm_call(own, 1, make(0))()
             for rows in TIMED_ROWS:
                 exchange_call(own, rows, make(0))()
+            for bits in QUICK_BITS.values():
+                in_two_call(own, TIMED_IN_TWO, make(0), bits)()
             settle()
         both = ranks(most_looks=1 << 20)
         for rows in () if smoke else TIMED_ROWS:
             together[rows] = graph_us([(norm_call(own, rows, make(rows)), stream) for own, stream in both])
             exchanged[rows] = graph_us([(exchange_call(own, rows, make(rows)), stream) for own, stream in both])
             alone[rows] = graph_us([(norm_call(None, rows, make(rows)), streams[0])])
+        for name, bits in () if smoke else QUICK_BITS.items():
+            in_two[name] = graph_us([(in_two_call(own, TIMED_IN_TWO, make(0), bits), stream) for own, stream in both])
     if any(own.gave_up for own, _ in both):
         raise RuntimeError(f"a rank gave up while sums were timed: {together}")
-    return {"sums": sums, "norm_us": together, "norm_of_one_rank_us": alone, "exchange_us": exchanged}
+    return {
+        "sums": sums, "norm_us": together, "norm_of_one_rank_us": alone, "exchange_us": exchanged, "in_two_us": in_two,
+    }  # fmt: skip

@@ -215,6 +215,15 @@ class EngineConfig:
     disable_custom_all_reduce: bool = parallel_knob(
         False, "Sum over GPUs by NCCL alone, not by headrace's own kernels where sums are small."
     )
+    quick_reduce_quantization: str = parallel_knob(
+        "NONE",
+        "Send numbers of large sums over GPUs in so many bits, 16 with FP, from the size on where that was measured to "
+        "be faster (VLLM_ROCM_QUICK_REDUCE_QUANTIZATION). Fewer than 16 round them.",
+        choices=("NONE", "FP", "INT8", "INT6", "INT4"),
+    )
+    quick_reduce_max_size_mb: int = parallel_knob(
+        2048, "MiB of the largest sum for which they do (VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB).", minimum=0
+    )
     pipeline_parallel_size: int = parallel_knob(
         1, "Stages over which the layers are divided, each on GPUs of its own.", minimum=1, short="-pp"
     )

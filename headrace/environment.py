@@ -20,6 +20,8 @@ ENVIRONMENT_KNOBS = {
     "VLLM_ATTENTION_BACKEND": "attention_backend",
     "VLLM_PP_LAYER_PARTITION": "pp_layer_partition",
     "VLLM_LORA_RESOLVER_CACHE_DIR": "runtime_lora_folder",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "quick_reduce_quantization",
+    "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "quick_reduce_max_size_mb",
 }
 SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 

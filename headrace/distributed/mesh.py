@@ -115,9 +115,12 @@ def init_mesh(
     progress: Progress | None = None,
     no_peers: str = "",
     address: str = "127.0.0.1",
+    quick_reduce: str = "NONE",
+    quick_most: int = 2**31,
 ) -> Mesh:
     """Join the other ranks and return when all have joined. `progress` counts the collectives; `no_peers`: why small
     sums over GPUs are left to NCCL; empty: headrace's own kernels make them, where GPUs reach each other's memory.
+    `quick_reduce`, `quick_most`: see `connect`.
 
     `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
     every rank (torch's TCPStore would listen on all networks), or a store that ranks on several machines share, which
@@ -139,7 +142,7 @@ def init_mesh(
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
         )
-        groups = _groups(rank, ranks, partial(_nccl_group, no_peers), progress)
+        groups = _groups(rank, ranks, partial(_nccl_group, no_peers, quick_reduce, quick_most), progress)
         return Mesh(**groups, close=dist.destroy_process_group)
     # Without torch's default group there is nothing to clean up but `joined`, and it listens on `address` only.
     joined: list[Any] = []
@@ -227,7 +230,7 @@ def _gloo_group(processes: Any) -> Group:
     )
 
 
-def _nccl_group(no_peers: str, name: str, members: list[int]) -> Group:
+def _nccl_group(no_peers: str, quick_reduce: str, quick_most: int, name: str, members: list[int]) -> Group:
     whole = len(members) == dist.get_world_size() and name != "back"
     group = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined already
 
@@ -257,11 +260,16 @@ def _nccl_group(no_peers: str, name: str, members: list[int]) -> Group:
         return replace(made, no_peers=no_peers)
     processes = dist.group.WORLD if group is None else group
     device = torch.device("cuda", torch.cuda.current_device())
-    found, problem = connect(device, made.rank, made.size, processes, made.all_gather, made.all_reduce)
+    found, problem = connect(
+        device, made.rank, made.size, processes, made.all_gather, made.all_reduce,
+        quick_reduce if name == "tp" else "NONE", quick_most,
+    )  # fmt: skip
     if found is None:
         return replace(made, no_peers=problem)
 
     def all_reduce(tensor: Tensor) -> Tensor:
+        if bits := found.bits_in_two(tensor):
+            return own.all_reduce_in_two(tensor, found, bits)
         return own.all_reduce(tensor, found) if found.take(tensor) else made.all_reduce(tensor)
 
     def gather_rows(tensor: Tensor) -> Tensor:

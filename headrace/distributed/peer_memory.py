@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY
-from headrace.kernels.peers import EMPTY, Peers
+from headrace.kernels.peers import EMPTY, QUICK_BITS, Peers, TwoShots
 
 MOST_SENT = 8 * 2**20
-"""Bytes that a rank writes to all others together in one sum; a library sums larger messages in fewer."""
+"""Bytes that a rank writes to all others together in one shot; others sum larger messages in fewer."""
+BUFFER = 64 * 2**20
+"""bytes of a rank's memory that the others write to"""
+FASTER_FROM: dict[tuple[str, int], dict[int, int]] = {}
+"""(GPU, ranks) -> bits in which numbers travel -> bytes of a share from which two shots were faster than one and than
+NCCL, where they were, as `bench/many_gpus.py --part collectives` found"""
 
 
 def connect(
@@ -22,12 +27,15 @@ def connect(
     processes: Any,
     all_gather: Callable[[Tensor], Tensor],
     library: Callable[[Tensor], Tensor],
+    quick_reduce: str = "NONE",
+    quick_most: int = 2**31,
 ) -> tuple[Peers | None, str]:
     """Return the buffers of a group of `ranks` processes, each with a GPU, and why there are none. All ranks call it
     together, and get buffers together or not at all.
 
     `processes`: torch's group of them; `all_gather`: [1, n] on each rank -> [1, ranks * n] on all; `library`: sums over
-    the ranks in place.
+    the ranks in place; `quick_reduce`: how the numbers of large sums travel, by the names of QUICK_BITS, of at most
+    `quick_most` bytes.
     """
 
     def agreed(problem: str) -> str:
@@ -37,7 +45,7 @@ def connect(
 
     if problem := agreed(_obstacle(device, all_gather)):
         return None, problem
-    room = MOST_SENT // (ranks - 1) // 64 * 64
+    room = BUFFER // ranks // 2 // 64 * 64
     memory: Tensor | None = None
     try:
         memory, addresses = _shared(device, processes, room * ranks * 2, ranks)
@@ -47,7 +55,19 @@ def connect(
     if problem := agreed(problem):
         return None, problem
     assert memory is not None
-    return Peers(rank, torch.tensor(addresses, device=device), room, library, memory=memory), ""
+    most, two_shots = MOST_SENT // (ranks - 1), None
+    if device.type == "cuda":
+        two_shots = _two_shots(torch.cuda.get_device_name(device), ranks, quick_reduce, quick_most)
+    return Peers(rank, torch.tensor(addresses, device=device), room, library, memory, most, two_shots), ""
+
+
+def _two_shots(gpu: str, ranks: int, asked: str, most: int) -> TwoShots | None:
+    """Return which shares are summed in two shots: where it was measured to be faster, in the bits that are asked for,
+    or else in 16, which rounds nothing that NCCL does not."""
+    known = FASTER_FROM.get((gpu, ranks), {})
+    bits = QUICK_BITS.get(asked, 16)
+    bits = bits if bits in known else 16
+    return TwoShots(bits, known[bits], most) if bits in known else None
 
 
 def _obstacle(device: torch.device, all_gather: Callable[[Tensor], Tensor]) -> str:

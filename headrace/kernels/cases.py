@@ -31,7 +31,7 @@ from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.paged import Sequences
-from headrace.kernels.peers import Peers
+from headrace.kernels.peers import GROUP, QUICK_BITS, Peers
 from headrace.kernels.qk_norm import qk_squares_reference
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.tiled import TiledWeight
@@ -185,6 +185,16 @@ def share_of_sum(make: Inputs, rank: int, ranks: int, rows: int, hidden: int) ->
     return shares[rank].clone(), total.to(make.dtype)
 
 
+def share_in_bits(make: Inputs, rank: int, ranks: int, rows: int, hidden: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return what `share_of_sum` does, of a sum that travels in so many bits without being rounded: each number is a
+    code, some group's largest or less, times 2^rank."""
+    most = 2 ** (min(bits, 8) - 1) - 1
+    codes = (make.uniform(rows, hidden) * (2 * most + 1)).floor() - most
+    codes.view(-1)[::GROUP] = most * (-1.0 if rows % 2 else 1.0)
+    codes[codes == 0] = -0.0
+    return (codes * 2**rank).to(make.dtype), (codes * (2**ranks - 1) + 0.0).to(make.dtype)
+
+
 def sums_over_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterator[tuple[Callable[[], Any], Any, float]]:
     """Make one sum in all the ways in which kernels sum over ranks: alone, with a residual, and normed. Yields (what
     computes it, which all ranks must call together; what must come out; bound)."""
@@ -195,6 +205,19 @@ def sums_over_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterato
     yield lambda: _after_a_sum(shared, norm.add_up), _after_a_sum(whole, norm.add_up_reference), 0.0
     normed = _after_a_sum(whole, weight, EPS, norm.rms_norm_reference)
     yield lambda: _after_a_sum(shared, weight, EPS, norm.rms_norm), normed, ROUNDED[make.dtype]
+
+
+def sums_in_two(
+    make: Inputs, own: Peers, rows: int, hidden: int, in_bits: Sequence[int] = (*QUICK_BITS.values(),)
+) -> Iterator[tuple[Callable[[], Any], Any, float]]:
+    """Make sums in two shots, one for each number of bits in which numbers travel, like `sums_over_ranks`."""
+    for each in in_bits:
+        share, total = share_in_bits(make, own.rank, own.ranks, rows, hidden, each)
+        yield partial(_in_two, share, own, each), bits(total), 0.0
+
+
+def _in_two(share: Tensor, own: Peers, in_bits: int) -> Tensor:
+    return bits(peers.all_reduce_in_two(share.clone(), own, in_bits))
 
 
 def rows_of_ranks(make: Inputs, own: Peers, rows: int, hidden: int) -> Iterator[tuple[Callable[[], Any], Any, float]]:

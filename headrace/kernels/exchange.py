@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.fp8 import warps_of_row
-from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, SUMMED_DTYPES, Peers
+from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, SUMMED_DTYPES, Peers, end_turn
 
 _MOST_PROGRAMS = tl.constexpr(MOST_PROGRAMS)
 _WORDS = {2: (torch.int16, EMPTY), 4: (torch.int32, -2147450880)}
@@ -21,21 +21,8 @@ _WORDS = {2: (torch.int16, EMPTY), 4: (torch.int32, -2147450880)}
 
 def takes(own: Peers, rows: Tensor, messages: int = 1) -> bool:
     """Tell whether the kernels exchange `rows`, which are so many ranks' messages and alike on every rank."""
-    fits = rows.nbytes <= messages * own.room and rows.dtype in SUMMED_DTYPES
+    fits = rows.nbytes <= messages * own.most and rows.dtype in SUMMED_DTYPES
     return own.on and fits and rows.is_contiguous()
-
-
-@triton.jit
-def _end_call(turns_ptr, alarm_ptr, turn, arrived):
-    """Count this program's call, in program 0 for those that the call does not have, and say if it has given up."""
-    program = tl.program_id(0)
-    if arrived == 0:
-        tl.store(turns_ptr + _MOST_PROGRAMS, 1)
-        tl.store(alarm_ptr, 1)
-    tl.store(turns_ptr + program, turn + 1)
-    if program == 0:
-        idle = tl.num_programs(0) + tl.arange(0, _MOST_PROGRAMS)
-        tl.store(turns_ptr + idle, tl.zeros_like(idle) + turn + 1, mask=idle < _MOST_PROGRAMS)
 
 
 @triton.jit
@@ -72,7 +59,7 @@ def _gather_rows_kernel(
         looks += 1
     tl.store(here + place, tl.zeros_like(words) + EMPTY, mask=inside)
     tl.store(out_ptr + other * size + place, words, mask=inside)
-    _end_call(turns_ptr, alarm_ptr, turn, arrived)
+    end_turn(turns_ptr, alarm_ptr, turn, arrived)
 
 
 @triton.jit(do_not_specialize=["rank", "most_looks"])
@@ -107,7 +94,7 @@ def _scatter_rows_kernel(
     for other in tl.static_range(RANKS):
         tl.store(here + other * room + place, empty, mask=inside)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
-    _end_call(turns_ptr, alarm_ptr, turn, arrived)
+    end_turn(turns_ptr, alarm_ptr, turn, arrived)
 
 
 def gather_rows(x: Tensor, own: Peers) -> Tensor:

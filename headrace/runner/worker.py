@@ -101,8 +101,10 @@ class Worker:
         if config.ranks_per_node % config.tensor_parallel_size:
             no_peers = "GPUs are on several machines"
         self.mesh = init_mesh(
-            rank, ranks, rendezvous, self.device, progress=progress, no_peers=no_peers, address=address
-        )
+            rank, ranks, rendezvous, self.device, progress=progress, no_peers=no_peers, address=address,
+            quick_reduce="NONE" if config.batch_invariant else config.quick_reduce_quantization,
+            quick_most=config.quick_reduce_max_size_mb * 2**20,
+        )  # fmt: skip
         largest_step = max(config.max_num_batched_tokens or 0, LARGEST_CHECK)
         self.exchange = Exchange(self.mesh.dp, largest_step, self.device)
         self.stage = Stage(ranks.place(rank).pp, config.partition)
@@ -200,7 +202,7 @@ class Worker:
             self.notes += [f"Draft: {note}" for note in self.draft.notes]
             subjects.append(replace(subject, model=self.draft))
         check.run(peer_checks(self.mesh, described.hidden_size, self.dtype, self.device))
-        self.notes += describe_peers(self.mesh)
+        self.notes += describe_peers(self.mesh, config.quick_reduce_quantization)
         check.compile_ahead([made for one in subjects for made in (*kernel_checks(one), *layer_checks(one))])
         self.memory.drop_workspaces()
         for one in subjects:

@@ -42,6 +42,14 @@ def test_a_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert ran[2:] == ["equal", "step-pp2", "kill"]
 
 
+def test_two_shots_break_even_where_they_are_the_fastest_at_all_larger_sizes() -> None:
+    library = {"nccl": [7, 9, 40, 160], "one": [2, 5], "FP": [6, 6, 41, 150]}
+    times = {**library, "INT8": [6, 4, 30, 90], "INT6": [1, 9, 9, 200], "INT4": [1, 4, 9, 20]}
+    found = {f"all_reduce-{name}": dict(zip((1, 8, 512, 2048), us, strict=False)) for name, us in times.items()}
+    token = 2 * many_gpus.HIDDEN
+    assert many_gpus.break_even(found) == {"FP": 2048 * token, "INT8": 8 * token, "INT4": token}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_toy_run_on_the_cpu(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from headrace.distributed import peer_memory
 from headrace.distributed.mesh import Group, Mesh
-from headrace.distributed.peer_memory import MOST_SENT, connect
+from headrace.distributed.peer_memory import BUFFER, MOST_SENT, connect
 from headrace.errors import HeadraceError
 from headrace.kernels.norm import Unsummed
-from headrace.kernels.peers import Peers
+from headrace.kernels.peers import QUICK_BITS, Peers, TwoShots
 from headrace.runner.peer_checks import describe_peers
 from headrace.runner.worker import Worker
 
@@ -46,14 +46,38 @@ def test_two_linked_gpus_share_memory(linked: dict[str, Any]) -> None:
     peers, problem = connected(linked)
     assert problem == ""
     assert peers is not None
-    assert (peers.ranks, peers.room, peers.addresses.tolist()[1]) == (2, MOST_SENT, 64)
-    assert peers.memory.nbytes == 2 * 2 * MOST_SENT
+    assert (peers.ranks, peers.most, peers.addresses.tolist()[1]) == (2, MOST_SENT, 64)
+    assert peers.memory.nbytes == 2 * 2 * peers.room == BUFFER
     sums, exchanges = describe_peers(Mesh(tp=Group(0, 2, peers=peers), dp=Group(0, 2, peers=peers)))
     assert sums.endswith("up to 8 MiB, with residual and norm; NCCL above.")
     assert exchanges == "Exchanges of 2 engines: kernels of headrace's own up to 8 MiB; NCCL above."
     peers.on = False
     assert describe_peers(Mesh(tp=Group(0, 2, peers=peers))) == ["Sums over 2 GPUs: NCCL, see the self-check."]
     assert describe_peers(Mesh()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "found"),
+    [("NONE", 2, 16), ("FP", 2, 16), ("INT4", 2, 4), ("INT6", 2, 16), ("INT4", 4, 0), ("INT8", 8, 8), ("FP", 8, 0)],
+)
+def test_large_sums_take_two_shots_where_they_were_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, asked: str, ranks: int, found: int
+) -> None:
+    """In the bits that were asked for, or in 16, and else not; what has no effect is said."""
+    monkeypatch.setattr(peer_memory, "FASTER_FROM", {("G", 2): {4: 1000, 16: 9000}, ("G", 8): {8: 4000}})
+    two = peer_memory._two_shots("G", ranks, asked, 1 << 24)
+    least = {4: 1000, 16: 9000, 8: 4000}
+    assert two == (TwoShots(found, least[found], 1 << 24) if found else None)
+    own = Peers(0, torch.zeros(ranks, dtype=torch.int64), 4096, torch.clone, two_shots=two)
+    said = " ".join(describe_peers(Mesh(tp=Group(0, ranks, peers=own)), asked))
+    assert (f"MiB in two shots of {found} bits; NCCL above 16 MiB." in said) == (found > 0)
+    assert (f"Quick Reduce {asked}: no effect, it was not measured" in said) == (found != QUICK_BITS.get(asked, found))
+
+
+def test_where_nothing_is_summed_or_the_library_sums_quick_reduce_has_no_effect() -> None:
+    assert describe_peers(Mesh(), "INT4") == ["Quick Reduce INT4: no effect, one GPU has nothing to sum."]
+    far = Group(0, 2, no_peers="far")
+    assert describe_peers(Mesh(tp=far), "FP")[1:] == ["Quick Reduce FP: no effect, the library sums."]
 
 
 @pytest.mark.parametrize(

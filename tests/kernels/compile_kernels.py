@@ -382,6 +382,7 @@ def compile_rest():
         (peers.all_reduce, [peers._all_reduce_kernel], [(x, own), (x.float(), own)]),
         (exchange.gather_rows, [exchange._gather_rows_kernel], [(x, own), (x.float(), own)]),
         (exchange.scatter_rows, [exchange._scatter_rows_kernel], [(x, own), (x.float(), own)]),
+        (peers.all_reduce_in_two, [peers._two_shot_kernel], [(x, own, bits) for bits in peers.QUICK_BITS.values()]),
         (activation.gate_and_mul, [activation._gate_and_mul_kernel], gates),
         (batch.copy_words, [batch._copy_words_kernel], [(numbers, numbers)]),
         (batch.scatter_words, [batch._scatter_words_kernel], [(numbers, wide, numbers)]),

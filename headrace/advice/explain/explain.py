@@ -154,7 +154,8 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     problem = known.problem(setting.value, case.line.engine)
     if problem is not None or (ours and fate.refused):
         return Remark("wrong", problem or fate.refused, "drop")
-    if known.hardware and case.vendor not in ("", known.hardware):
+    elsewhere = known.hardware and case.vendor not in ("", known.hardware)
+    if elsewhere and not (ours and known.fate == "ours"):
         text = f"means something on {HARDWARE[known.hardware]}'s GPUs alone, not on {case.gpu}"
         return Remark("no effect", text, "drop")
     remark = choose(case, setting) or MADE_REMARKS.get(setting.key, lambda case, setting: None)(case, setting)

@@ -22,6 +22,7 @@ LARGE_STEP = 16384
 OFF_BY_DEFAULT = ("UNIFIED_ATTENTION", "FUSION_SHARED_EXPERTS", "FP4_ASM_GEMM", "PAGED_ATTN", "TRITON_ROPE",
                   "LINEAR_HIPBMM")  # fmt: skip
 """AITER's switches that are off unless they are set, by what follows the master switch's name."""
+QUICK_REDUCE = ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "--quick-reduce-quantization")
 USUAL_SEQS = "a default of vLLM's (1024 where a GPU has much memory, else 256): "
 
 CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
@@ -33,6 +34,7 @@ CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
     "quantizes": lambda case, setting: case.line.program == "quantize",
     "server": lambda case, setting: case.is_server,
     "nvidia": lambda case, setting: case.vendor == "nvidia",
+    "amd": lambda case, setting: case.vendor == "amd",
     "maybe-amd": lambda case, setting: case.vendor in ("amd", ""),
     "no-fp4": lambda case, setting: case.chip is not None and "fp4" not in case.chip.flops,
     "one-gpu": lambda case, setting: case.gpus == 1,
@@ -64,7 +66,7 @@ CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
     "brings-scales": lambda case, setting: case.shape is not None and case.shape.fp8_kv_cache,
     "aiter": lambda case, setting: case.aiter,
     "aiter-fa": lambda case, setting: case.aiter and not case.off(f"{MASTER}_MHA") and not _is_latent(case),
-    "quick-reduce-off": lambda case, setting: _value(case, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION") in ("", "NONE"),
+    "quick-reduce-off": lambda case, setting: {"", "NONE"} >= {_value(case, name) for name in QUICK_REDUCE},
 }
 """Conditions by name."""
 
