@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.convert.gptq import Factor, factor_of
-from headrace.kernels.adapters import Shrunk
+from headrace.kernels.adapters import Adapted
 from headrace.kernels.moe import Experts, gated_reference
 from headrace.kernels.moe_route import route_reference
 from headrace.kernels.norm import rms_norm_reference
@@ -48,7 +48,7 @@ class Inputs:
         else:
             self.squares.addmm_(wide.T, wide)
 
-    def shrunk(self, x: Any) -> Shrunk:
+    def given(self, x: Any, shrinks: bool) -> Adapted:
         raise NotImplementedError("no kernel takes note of what a linear is given")
 
     @cached_property

@@ -1,10 +1,11 @@
 """Adds what low-rank adapters (LoRA, arXiv 2106.09685) make of a linear's input, to tokens with different ones or none.
 
-Adapters lie in slots of stacked memory, and each token names its slot. Of a block of tokens, one program multiplies
-those that have its slot by first matrices (shrink), so nothing is sorted, the host knows nothing, and a graph may hold
-the kernels. The product of second matrices is added where outputs are: by the kernel of the linear itself, if it is one
-of ours for few tokens (kernels/gemm_epilogue.py), or by a kernel of its own (expand). Work grows with an adapter's own
-rank, not with the rank that memory is laid out for. A token's outputs do not depend on how many tokens there are.
+Adapters lie in slots of stacked memory, and each token names its slot. Once a step the device lists the slots in use,
+so that nothing is sorted, the host knows nothing, and a graph may hold the kernels. The kernel of a linear of 16-bit
+weights, over few tokens, does all by itself (kernels/gemm.py): the first matrices are further rows of its weight, and
+the second ones further inputs (kernels/gemm_epilogue.py). Others multiply by the first in a kernel of their own
+(shrink), and those of the vendor's library by the second too (expand). What lies beyond an adapter's own rank is not
+read.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import overlap, tl, triton, wait_before_next, wait_for_inputs
+from headrace.kernels._triton import into_l2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_epilogue import add_adapters
 
 RANK_STEP = 16
 """Memory is laid out for ranks that are multiples of this, for the matrix units."""
-BLOCK_TOKENS, BLOCK_INPUTS, BLOCK_OUTPUTS = 64, 128, 64
+BLOCK_TOKENS, BLOCK_INPUTS, BLOCK_OUTPUTS, LINE = 64, 128, 32, 64
 MOST_SPLITS, FEW_SLOTS = 8, 16
 """Parts into which inputs are divided, so that few tokens keep a GPU busy, fewer if there are more slots than so many;
 their sums are added in order"""
-TOGETHER = 32
-"""columns of second matrices, of several slots, that are multiplied at once"""
+TOGETHER, MOST_TOGETHER = 64, 2048
+"""columns of second matrices, of several slots, that are multiplied at once; and those times the tokens of a program"""
+MOST_BLOCKS = 8
+"""blocks of tokens of a linear whose kernel does all that its adapters ask for"""
 
 
 class AdapterWeights(NamedTuple):
@@ -40,6 +43,8 @@ class AdapterWeights(NamedTuple):
     """[parts + 1] int32: the output with which each part begins, and with which the last one ends"""
     sizes: tuple[int, ...]
     """outputs of each part"""
+    arrived: Tensor
+    """[2 * MOST_BLOCKS] int32 zeros: of each block of tokens, the programs that have shrunk it, and that know it"""
 
     @property
     def rank(self) -> int:
@@ -52,91 +57,118 @@ class AdapterWeights(NamedTuple):
         return next(block for block in (64, 32, RANK_STEP) if self.rank % block == 0)
 
 
-class Shrunk(NamedTuple):
-    """Holds a linear's input times each token's first matrices, for the kernel that computes the linear."""
+class StepSlots(NamedTuple):
+    """Says which slots the tokens of a step use."""
 
-    h: Tensor
-    """as `shrink_adapters` returns it"""
-    slots: Tensor
+    of_tokens: Tensor
+    """[num_tokens] int32: each token's slot, negative for a token that has no adapter"""
+    used: Tensor
+    """[num_slots + 1] int32: how many slots some token has, and these slots, ascending; others are not read"""
+
+    @classmethod
+    def of(cls, slots: Tensor, num_slots: int) -> StepSlots:
+        """Return the tokens' `slots` # [num_tokens] int32 with those that are used.
+
+        Kernels read `used` before they wait for others, so that a launch comes after it that waits for it."""
+        every = torch.arange(num_slots, dtype=torch.int32, device=slots.device)
+        is_used = (slots[:, None] == every).any(0)
+        in_front = torch.where(is_used, every, num_slots).sort().values
+        used = torch.cat((is_used.sum(dtype=torch.int32).view(1), in_front))
+        return cls(slots.clamp(min=-1), used)
+
+
+class Adapted(NamedTuple):
+    """Holds the adapters that the kernel of a linear is to add."""
+
+    slots: StepSlots
     weights: AdapterWeights
+    h: Tensor | None = None
+    """as `shrink_adapters` returns it; None: the kernel does that too"""
 
     @property
-    def arguments(self) -> tuple[Tensor, ...]:
+    def arguments(self) -> tuple[Tensor | None, ...]:
         """Return what `add_adapters` reads."""
-        return self.h, self.slots, self.weights.b, self.weights.ranks, self.weights.starts
+        return self.h, *self.slots, self.weights.b, self.weights.ranks, self.weights.starts
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Return what it is compiled for."""
-        held = self.weights
-        sizes = {"SPLITS": self.h.shape[0], "SEATS": len(held.sizes), "RANK": held.rank}
-        block = min(held.block, TOGETHER)
-        return {**sizes, "BLOCK_R": block, "TOGETHER": TOGETHER // block}
+    def options(self, tokens: int) -> dict[str, int]:
+        """Return what it is compiled for, in a program of so many tokens."""
+        held, splits = self.weights, 1 if self.h is None else self.h.shape[0]
+        block = min(held.block, 32)
+        columns = max(block, min(TOGETHER, MOST_TOGETHER // tokens))
+        sizes = {"SPLITS": splits, "SEATS": len(held.sizes), "RANK": held.rank}
+        return {**sizes, "BLOCK_R": block, "TOGETHER": columns // block}
 
 
-def told_of(adapters: Shrunk | None) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
-    """Return the arguments and the options of a kernel that adds adapters, or none."""
-    if adapters is None:
-        return (None,) * 5, {"SPLITS": 0, "SEATS": 0, "RANK": 0, "BLOCK_R": 0, "TOGETHER": 0}
-    return adapters.arguments, adapters.options
+NO_ADAPTERS = {"SPLITS": 0, "SEATS": 0, "RANK": 0, "BLOCK_R": 0, "TOGETHER": 0}
+"""the options of a kernel that adds none"""
 
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, slots_ptr, a_ptr, ranks_ptr, h_ptr, x_stride, num_tokens, inputs, split_inputs,
+    x_ptr, slots_ptr, used_ptr, a_ptr, ranks_ptr, h_ptr, x_stride, num_tokens, inputs, split_inputs,
     RANK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    LINE: tl.constexpr = LINE,
 ):  # fmt: skip
     """Multiply by first matrices; grid (blocks of tokens, slots, splits x blocks of ROWS). A program whose slot no
     token has, or whose rows lie beyond its rank, takes no turn of the loop: it has no product under a condition."""
-    wait_before_next(OVERLAP)  # the linear itself reads x before it waits for this kernel
-    slot, split = tl.program_id(1), tl.program_id(2) // (ROWS // BLOCK_R)
+    split = tl.program_id(2) // (ROWS // BLOCK_R)
     row = tl.program_id(2) % (ROWS // BLOCK_R) * BLOCK_R
+    in_use = tl.program_id(1) < tl.load(used_ptr)
+    slot = tl.load(used_ptr + 1 + tl.program_id(1), mask=in_use, other=0)
+    of_rows = a_ptr + (slot.to(tl.int64) * ROWS + row + tl.arange(0, BLOCK_R)) * inputs
+    if OVERLAP:
+        for ahead in range(0, tl.where(in_use, split_inputs, 0), LINE):
+            into_l2(of_rows + tl.minimum(split * split_inputs + ahead, inputs - 1))
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mine = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
-    mine = mine & (row % RANK < tl.load(ranks_ptr + slot))
+    mine = mine & in_use & (row % RANK < tl.load(ranks_ptr + slot))
     start = split * split_inputs
     end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.minimum(start + split_inputs, inputs), start)
     rows = row + tl.arange(0, BLOCK_R)
-    of_rows = a_ptr + (slot.to(tl.int64) * ROWS + rows[:, None]) * inputs
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for first in range(start, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        x = tl.load(x_ptr + token[:, None] * x_stride + k, mask=mine[:, None] & inside, other=0.0)
-        a = tl.load(of_rows + k, mask=inside, other=0.0)
+        inside = (k < inputs)[None, :]
+        x = tl.load(x_ptr + token[:, None] * x_stride + k[None, :], mask=mine[:, None] & inside, other=0.0)
+        a = tl.load(of_rows[:, None] + k[None, :], mask=inside, other=0.0)
         acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
     tl.store(h_ptr + (split * num_tokens + token[:, None]) * ROWS + rows, acc, mask=mine[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
-    out_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, out_stride, num_tokens, outputs,
+    out_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, out_stride, num_tokens, outputs,
     SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply by second matrices and add to outputs; grid (blocks of tokens, blocks of outputs)."""
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_in = row < num_tokens
-    acc = add_adapters(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, column,
-        num_tokens, outputs, False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
-    )  # fmt: skip
+    row_in, count = row < num_tokens, tl.load(used_ptr)
+    if OVERLAP:
+        for place in range(1, count + 1):
+            held = tl.load(used_ptr + place).to(tl.int64) * outputs + tl.minimum(column, outputs - 1)
+            into_l2(b_ptr + held * RANK)
+    wait_for_inputs(OVERLAP)
     slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    acc = add_adapters(
+        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, column,
+        num_tokens, outputs, tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SPLITS, SEATS, RANK, BLOCK_R,
+        TOGETHER,
+    )  # fmt: skip
     changed = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0) > 0
     places, held = out_ptr + row.to(tl.int64)[:, None] * out_stride + column, changed[:, None] & (column < outputs)
     out = tl.load(places, mask=held, other=0.0).to(tl.float32) + acc
     tl.store(places, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
-def shrink_adapters(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor:
+def shrink_adapters(x: Tensor, slots: StepSlots, weights: AdapterWeights) -> Tensor:
     """Return x # [num_tokens, inputs] times each token's first matrices, for `expand_adapters` #
     [splits, num_tokens, parts * rank] float32, to be summed over splits.
 
-    slots # [num_tokens] int32: negative for a token that has no adapter, whose numbers are not written, nor are those
-    beyond an adapter's rank.
+    Numbers of a token that has no adapter are not written, nor are those beyond an adapter's rank.
     """
     num_slots, rows, inputs = weights.a.shape
     num_tokens, rank, block = x.shape[0], weights.rank, weights.block
@@ -145,36 +177,37 @@ def shrink_adapters(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor
     if num_tokens:
         split_inputs = -(-inputs // (splits * BLOCK_INPUTS)) * BLOCK_INPUTS
         _shrink_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, splits * (rows // block))](
-            x, slots, weights.a, weights.ranks, h, x.stride(0), num_tokens, inputs, split_inputs,
+            x, *slots, weights.a, weights.ranks, h, x.stride(0), num_tokens, inputs, split_inputs,
             RANK=rank, ROWS=rows, BLOCK_M=BLOCK_TOKENS, BLOCK_R=block, BLOCK_K=BLOCK_INPUTS, num_warps=4, **overlap(),
         )  # fmt: skip
     return h
 
 
-def expand_adapters(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeights) -> None:
+def expand_adapters(out: Tensor, h: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
     """Add to out # [num_tokens, at least outputs], whose rows are contiguous, what `shrink_adapters` made times each
     token's second matrices."""
     num_tokens, outputs = h.shape[1], sum(weights.sizes)
-    options: dict[str, Any] = Shrunk(h, slots, weights).options
+    given = Adapted(slots, weights, h)
+    options: dict[str, Any] = given.options(BLOCK_TOKENS)
     if num_tokens:
         _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), -(-outputs // BLOCK_OUTPUTS))](
-            out, *Shrunk(h, slots, weights).arguments, out.stride(0), num_tokens, weights.b.shape[1],
+            out, *given.arguments, out.stride(0), num_tokens, weights.b.shape[1],
             BLOCK_M=BLOCK_TOKENS, BLOCK_N=BLOCK_OUTPUTS, num_warps=4, **options, **overlap(),
         )  # fmt: skip
 
 
-def shrink_adapters_reference(x: Tensor, slots: Tensor, weights: AdapterWeights) -> Tensor:
+def shrink_adapters_reference(x: Tensor, slots: StepSlots, weights: AdapterWeights) -> Tensor:
     h = torch.zeros(x.shape[0], weights.a.shape[1], dtype=torch.float32, device=x.device)
     for slot, a in enumerate(weights.a):
-        h = torch.where((slots == slot)[:, None], x.float() @ a.float().T, h)
+        h = torch.where((slots.of_tokens == slot)[:, None], x.float() @ a.float().T, h)
     return h[None]
 
 
-def expand_adapters_reference(out: Tensor, h: Tensor, slots: Tensor, weights: AdapterWeights) -> None:
+def expand_adapters_reference(out: Tensor, h: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
     shrunk = h.sum(0).to(weights.b.dtype).float().unflatten(1, (-1, weights.rank))
     total = sum(weights.sizes)
     for slot, b in enumerate(weights.b):
-        mine = ((slots == slot) & (weights.ranks[slot] > 0))[:, None]
+        mine = ((slots.of_tokens == slot) & (weights.ranks[slot] > 0))[:, None]
         places, matrices = out[:, :total].split(weights.sizes, 1), b[:total].split(weights.sizes)
         for part, (own, rows) in enumerate(zip(places, matrices, strict=True)):
             own.copy_(torch.where(mine, own.float() + shrunk[:, part] @ rows.float().T, own.float()))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.kernels import exchange, norm, peers
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.adapters import AdapterWeights, shrink_adapters_reference
+from headrace.kernels.adapters import MOST_BLOCKS, AdapterWeights, StepSlots, shrink_adapters_reference
 from headrace.kernels.fp8 import (
     NarrowWeight,
     Quantized,
@@ -290,24 +290,26 @@ def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int,
     a = make.random(slots, len(sizes), rank, inputs) * held[:, None, :, None] * inputs**-0.5
     b = make.random(slots, sum(sizes), rank) * held[:, None]
     starts = make.ints(*accumulate(sizes, initial=0))
-    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, tuple(sizes))
+    arrived = make.ints(*[0] * (2 * MOST_BLOCKS))
+    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, tuple(sizes), arrived)
 
 
 def shrink_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
-    x, slots = make.random(rows, weights.a.shape[2]), make.integers(-1, len(weights.a), rows, dtype=torch.int32)
-    held = torch.arange(weights.rank, device=make.device) < weights.ranks[slots.clamp(min=0)][:, None]
-    held = (held & (slots >= 0)[:, None]).repeat(1, len(weights.sizes))
+    x, chosen = make.random(rows, weights.a.shape[2]), make.integers(-1, len(weights.a), rows, dtype=torch.int32)
+    held = torch.arange(weights.rank, device=make.device) < weights.ranks[chosen.clamp(min=0)][:, None]
+    held = (held & (chosen >= 0)[:, None]).repeat(1, len(weights.sizes))
+    slots = StepSlots.of(chosen, len(weights.a))
     yield Case(lambda kernel: kernel(x, slots, weights).sum(0).where(held, 0.0), SUMS)
 
 
 def expand_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
-    slots = make.integers(-1, len(weights.a), rows, dtype=torch.int32)
+    slots = StepSlots.of(make.integers(-1, len(weights.a), rows, dtype=torch.int32), len(weights.a))
     h = shrink_adapters_reference(make.random(rows, weights.a.shape[2]), slots, weights)
     h, out = torch.cat((h / 4, h * 3 / 4)), make.random(rows, weights.b.shape[1] + 8)
     yield Case(partial(_added, h, slots, weights, out), ROUNDED[make.dtype])
 
 
-def _added(h: Tensor, slots: Tensor, weights: AdapterWeights, out: Tensor, kernel: Kernel) -> Tensor:
+def _added(h: Tensor, slots: StepSlots, weights: AdapterWeights, out: Tensor, kernel: Kernel) -> Tensor:
     added = out.clone()
     kernel(added, h, slots, weights)
     return added

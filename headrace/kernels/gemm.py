@@ -25,10 +25,19 @@ from headrace.kernels._triton import (
     wait_for_inputs,
 )
 from headrace.kernels.activation import GATES
-from headrace.kernels.adapters import Shrunk, expand_adapters_reference, told_of
+from headrace.kernels.adapters import NO_ADAPTERS, Adapted, expand_adapters_reference, shrink_adapters_reference
 from headrace.kernels.fp8 import NarrowWeight, Quantized
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
-from headrace.kernels.gemm_epilogue import ACTIVATIONS, activated, add_adapters, add_product, finish, gated_row
+from headrace.kernels.gemm_epilogue import (
+    ACTIVATIONS,
+    activated,
+    add_adapters,
+    add_product,
+    finish,
+    gated_row,
+    rows_in_use,
+    share_shrunk,
+)
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.tiled import ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import launch_tiled
@@ -63,38 +72,34 @@ def _outer(of_weight, of_x, SWAP: tl.constexpr):
 
 @triton.jit
 def _dots(
-    weight_ptr, x_ptr, scale_ptr, x_scale_ptr, weight_row, row, row_in, K, groups, x_stride,
+    rows_ptrs, x_ptr, scale_ptr, x_scale_ptr, weight_row, row, row_in, K, end, groups, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32. Scales of
-    blocks multiply the sums of each, while the matrix units work on the next; they are the caller's to apply if there
-    are none (SCALE_ROWS 0). EARLY: x was written before the kernel in front, which is not waited for, but may not be
-    in this processor's own cache."""
-    WAITS: tl.constexpr = OVERLAP and not EARLY
-    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    """Return x [BLOCK_M, K] times the rows of the weight at `rows_ptrs`, over inputs up to `end`, K or 0 # [BLOCK_N,
+    BLOCK_M] if SWAP, else turned, fp32. Scales of blocks multiply the sums of each, while the matrix units work on the
+    next; they are the caller's to apply if there are none (SCALE_ROWS 0)."""
     WIDTH: tl.constexpr = BLOCK_K if SCALE_ROWS == 0 else min(BLOCK_K, GROUP)
     k = tl.arange(0, WIDTH)
-    weight_ptrs = weight_ptr + weight_row.to(tl.int64)[:, None] * K + k[None, :]
+    weight_ptrs = rows_ptrs[:, None] + k[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
-    dtype: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    dtype: tl.constexpr = tl.int32 if rows_ptrs.dtype.element_ty == tl.int8 else tl.float32
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], dtype)
     part, scale, x_scale = tl.zeros_like(acc), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if OVERLAP:  # only the loop's first weights are loaded before its first wait: bring the next ones close
-        for ahead in tl.static_range(0, AHEAD, 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth):
-            into_l2(weight_ptr + weight_row.to(tl.int64) * K + BLOCK_K + ahead)
-    for block in range(0, K, BLOCK_K):
+        for ahead in tl.static_range(0, AHEAD, 1024 // rows_ptrs.dtype.element_ty.primitive_bitwidth):
+            into_l2(rows_ptrs + BLOCK_K + ahead)
+    for block in range(0, end, BLOCK_K):
         for ahead in tl.static_range(0, BLOCK_K, WIDTH):
             if EVEN_K:
                 weight = tl.load(weight_ptrs + block + ahead)
-                waited = after_inputs(block, BLOCK_K, WAITS)
-                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0, cache_modifier=CACHE)
+                waited = after_inputs(block, BLOCK_K, OVERLAP)
+                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0)
             else:
                 inside = (block + ahead + k < K)[None, :]
                 weight = tl.load(weight_ptrs + block + ahead, mask=inside, other=0.0)
-                waited = after_inputs(block, BLOCK_K, WAITS)
-                x_in = row_in[:, None] & inside
-                x = tl.load(x_ptrs + waited + ahead, mask=x_in, other=0.0, cache_modifier=CACHE)
+                waited = after_inputs(block, BLOCK_K, OVERLAP)
+                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None] & inside, other=0.0)
             if SCALE_ROWS == 0:
                 acc = add_product(weight.to(x.dtype), x, acc, SWAP)
             else:
@@ -103,13 +108,13 @@ def _dots(
                 group = tl.minimum((block + ahead) // GROUP, groups - 1)
                 scale = tl.load(scale_ptr + weight_row // SCALE_ROWS * groups + group)
                 group = tl.minimum((waited + ahead) // GROUP, groups - 1)
-                x_scale = tl.load(x_scale_ptr + row * groups + group, mask=row_in, other=0.0, cache_modifier=CACHE)
+                x_scale = tl.load(x_scale_ptr + row * groups + group, mask=row_in, other=0.0)
     if SCALE_ROWS > 0:
         acc += part * _outer(scale, x_scale, SWAP)
     return acc.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "shrinkers"])
 def _skinny_kernel(
     out_ptr,
     x_ptr,
@@ -131,11 +136,15 @@ def _skinny_kernel(
     x_group_scale_ptr,
     x_zero_ptr,
     weight_sums_ptr,
+    a_ptr,
+    arrived_ptr,
     h_ptr,
     slots_ptr,
+    used_ptr,
     b_ptr,
     ranks_ptr,
     starts_ptr,
+    shrinkers,
     num_tokens,
     x_stride,
     BLOCK_M: tl.constexpr,
@@ -157,31 +166,53 @@ def _skinny_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
-    weight the left operand, whose side of the matrix units is the wide one."""
+    weight the left operand, whose side of the matrix units is the wide one. With adapters the first `shrinkers` of each
+    block of tokens, which are on the chip before the others, have rows of first matrices in place of the weight's."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     across, down = _place(num_tokens, N, BLOCK_M, BLOCK_N, BAND)
-    weight_row = gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     row = down * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
+    end, count = K, 0
+    if a_ptr is not None:
+        count = tl.load(used_ptr)
+        shrinks, idle = across < shrinkers, across * BLOCK_N >= count * (SEATS * RANK)
+        of_slot, slot_of_row, first_ptrs = rows_in_use(
+            across, a_ptr, used_ptr, ranks_ptr, K, SEATS * RANK, RANK, BLOCK_N
+        )
+        end, across = tl.where(shrinks & idle, 0, K), tl.maximum(across - shrinkers, 0)
+    weight_row = gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     held_row = tl.minimum(weight_row, N - 1)
+    rows_ptrs = weight_ptr + held_row.to(tl.int64) * K
+    if a_ptr is not None:
+        rows_ptrs = tl.where(shrinks, first_ptrs, rows_ptrs)
+        if EVEN_K:  # which the compiler does not see behind a choice
+            rows_ptrs = tl.multiple_of(rows_ptrs, 16)
+        if OVERLAP:
+            for place in range(1, tl.where(shrinks, 0, count) + 1):
+                into_l2(b_ptr + (tl.load(used_ptr + place).to(tl.int64) * N + held_row) * RANK)
     acc = _dots(
-        weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
+        rows_ptrs, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, end, groups, x_stride, BLOCK_M,
         BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, AHEAD, OVERLAP,
-        h_ptr is not None,
     )  # fmt: skip
     wait_for_inputs(OVERLAP)
-    if h_ptr is not None:
+    if a_ptr is not None:
+        slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+        share_shrunk(
+            acc, h_ptr, arrived_ptr + 2 * down, row, slot, of_slot, slot_of_row, shrinks, shrinkers,
+            tl.num_programs(0) - shrinkers, SEATS * RANK, SWAP,
+        )  # fmt: skip
+        row_in = row_in & (tl.program_id(0) >= shrinkers)
         acc = add_adapters(
-            acc, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N, SWAP, SPLITS,
-            SEATS, RANK, BLOCK_R, TOGETHER,
+            acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N,
+            tl.where(shrinks, 0, count), SWAP, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
         )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
     finish(
         acc, None, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
         weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts,
-        eps, GATED, BLOCK_N, PARTS,
+        eps, GATED, BLOCK_N, PARTS, shrinkers,
     )  # fmt: skip
 
 
@@ -329,7 +360,7 @@ def skinny_linear(
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
-    adapters: Shrunk | None = None,
+    adapters: Adapted | None = None,
 ) -> Any:
     """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32 or int32.
 
@@ -339,8 +370,7 @@ def skinny_linear(
     the result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there
     are a residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many
     tokens are computed in bands, without a half norm. `adapters`: what they make of x (of its `scaled`, if it is
-    HalfNormed), which the kernel in front of this one has computed; x is then not Quantized, and one token is computed
-    by the matrix units.
+    HalfNormed) is added; x is then not Quantized, and one token is computed by the matrix units.
     """
     num_tokens, k = x.shape
     n = weight.out_features if isinstance(weight, TiledWeight) else weight.shape[0]
@@ -368,13 +398,12 @@ def skinny_linear(
         return result
     kind = ACTIVATIONS[activation] if gated else 0
     options: dict[str, Any] = {"GATED": kind, "PARTS": next_power_of_2(parts), **overlap()}
-    of_adapters, kinds = told_of(adapters)
     if isinstance(weight, TiledWeight):
         tensors = (out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following)
         if config.block_m == 1:
             launch_tiled_vector(programs, x, weight, tensors, parts, eps, config, options)
         else:
-            launch_tiled(programs, x, weight, tensors, of_adapters, parts, eps, config, options | kinds)
+            launch_tiled(programs, x, weight, tensors, parts, eps, config, options, adapters)
         return result
     values, scales, group_scales, groups = weight, None, None, 1
     options |= {"EVEN_K": k % config.block_k == 0, "GROUP": 0, "SCALE_ROWS": 0}
@@ -395,9 +424,16 @@ def skinny_linear(
         return result
     down = -(-num_tokens // config.block_m)
     ahead = 0 if gated else max(0, min((config.num_stages - 1) // 2, k // config.block_k - 1)) * config.block_k
-    grid = (programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
+    of_adapters: tuple[Tensor | None, ...] = (None,) * 8
+    shrinkers, kinds = 0, NO_ADAPTERS
+    if adapters is not None:
+        a, arrived = adapters.weights.a, adapters.weights.arrived
+        shrinkers = -(-a.shape[0] * a.shape[1] // config.block_n)
+        adapters = adapters._replace(h=torch.empty(1, num_tokens, a.shape[1], dtype=torch.float32, device=a.device))
+        of_adapters, kinds = (a, arrived, *adapters.arguments), adapters.options(config.block_m)
+    grid = (shrinkers + programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
     _skinny_kernel[grid](
-        *arguments, *of_tokens, *of_adapters, num_tokens, x.stride(0),
+        *arguments, *of_tokens, *of_adapters, shrinkers, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
         BAND=0 if len(grid) == 2 else BAND, AHEAD=ahead, num_warps=config.num_warps,
         num_stages=config.num_stages, **kinds, **options,
@@ -417,9 +453,10 @@ def skinny_linear_reference(
     residual: Tensor | None = None,
     eps: float = 0.0,
     next_norm: Tensor | None = None,
-    adapters: Shrunk | None = None,
+    adapters: Adapted | None = None,
 ) -> Any:
     factor: Tensor | float = 1.0
+    scaled = x.scaled if isinstance(x, HalfNormed) else x
     if isinstance(x, HalfNormed):
         dtype, factor = dtype or x.x.dtype, x.factor(eps)
         x = x.normed(eps)
@@ -432,7 +469,11 @@ def skinny_linear_reference(
     out = F.linear(x.float(), wide)
     if adapters is not None:
         delta = torch.zeros_like(out)
-        expand_adapters_reference(delta, *adapters)
+        h = adapters.h
+        if h is None:
+            assert isinstance(scaled, Tensor)
+            h = shrink_adapters_reference(scaled, adapters.slots, adapters.weights)
+        expand_adapters_reference(delta, h, adapters.slots, adapters.weights)
         out += delta * factor
     out = out if bias is None else out + bias.float()
     if gated:

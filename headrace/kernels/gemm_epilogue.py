@@ -65,36 +65,75 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
+def rows_in_use(
+    across, a_ptr, used_ptr, ranks_ptr, K, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return block `across` of the rows of first matrices that tokens use (kernels/adapters.py): which of its slot's
+    ROWS each is, the slot (-2: there is none), and a pointer to it. Of rows beyond a rank the last one before is
+    read."""
+    row = across * BLOCK + tl.arange(0, BLOCK)
+    in_use = row // ROWS < tl.load(used_ptr)
+    slot = tl.load(used_ptr + 1 + row // ROWS, mask=in_use, other=0)
+    of_slot = row % ROWS
+    rank = tl.load(ranks_ptr + slot)
+    held = of_slot - of_slot % RANK + tl.minimum(of_slot % RANK, tl.maximum(rank, 1) - 1)
+    pointers = a_ptr + (slot.to(tl.int64) * ROWS + held) * K
+    return of_slot, tl.where(in_use, slot, -2), pointers
+
+
+@triton.jit
+def share_shrunk(
+    acc, h_ptr, arrived_ptr, row, slot, of_slot, slot_of_row, shrinks, shrinkers, sharers, ROWS: tl.constexpr,
+    SWAP: tl.constexpr,
+):  # fmt: skip
+    """Store, if this program `shrinks`, the products of tokens `row` that have `slot` with rows of first matrices,
+    given in the form of `add_product`; else wait until all `shrinkers` have. The last of the others sets the counters
+    back."""
+    if shrinks:
+        out = tl.trans(acc) if SWAP else acc
+        own = slot[:, None] == slot_of_row[None, :]
+        tl.store(h_ptr + row.to(tl.int64)[:, None] * ROWS + of_slot[None, :], out, mask=own)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.atomic_add(arrived_ptr, 1, sem="release")
+    else:
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < shrinkers:
+            pass
+        if tl.atomic_add(arrived_ptr + 1, 1, sem="acq_rel") == sharers - 1:
+            tl.store(arrived_ptr, 0)
+            tl.store(arrived_ptr + 1, 0)
+
+
+@triton.jit
 def add_adapters(
-    acc, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N,
+    acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N, count,
     SWAP: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus what each token's adapter makes of `h` (kernels/adapters.py) for the weight's rows `weight_row`,
-    in the form of `add_product`. TOGETHER slots are multiplied at once, by numbers that are zeros for the tokens of
-    others, so that no product stands under a condition. Of slots that none of these tokens has nothing is loaded."""
+    """Return acc plus what each token's adapter, in its `slot` (negative: none), makes of `h` (kernels/adapters.py) for
+    the weight's rows `weight_row`, in the form of `add_product`: a product with the second matrices of the first
+    `count` slots in use, TOGETHER at once, of numbers that are zeros for the tokens of others. Slots that none of these
+    tokens has are not loaded."""
     ROWS: tl.constexpr = row.shape[0]
-    slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
-    rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
-    last = tl.max(slot, axis=0) + 1
     r, lane = tl.arange(0, BLOCK_R), tl.arange(0, TOGETHER * BLOCK_R)
-    for seat in tl.static_range(SEATS):
-        inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
-        for step in tl.static_range(0, RANK, BLOCK_R):
-            h_ptrs = h_ptr + row.to(tl.int64)[:, None] * (SEATS * RANK) + (seat * RANK + step + r)[None, :]
-            of_rank = (step + r)[None, :] < rank[:, None]
-            h = tl.zeros([ROWS, BLOCK_R], tl.float32)
-            for split in tl.static_range(SPLITS):
-                h += tl.load(h_ptrs + split * num_tokens.to(tl.int64) * (SEATS * RANK), mask=of_rank, other=0.0)
-            h = h.to(b_ptr.dtype.element_ty)
-            h = tl.reshape(tl.broadcast_to(h[:, None, :], [ROWS, TOGETHER, BLOCK_R]), [ROWS, TOGETHER * BLOCK_R])
-            for first in range(0, last, TOGETHER):
-                of = first + lane // BLOCK_R
-                own = slot[:, None] == of[None, :]
-                used = tl.max(own.to(tl.int32), axis=0) > 0
-                b_ptrs = b_ptr + (of.to(tl.int64) * N)[None, :] * RANK + (step + lane % BLOCK_R)[None, :]
-                b_ptrs = b_ptrs + weight_row.to(tl.int64)[:, None] * RANK
-                b = tl.load(b_ptrs, mask=inside[:, None] & used[None, :], other=0.0)
+    for step in tl.static_range(0, RANK, BLOCK_R):
+        for first in range(0, count, TOGETHER):
+            place = first + lane // BLOCK_R
+            of = tl.load(used_ptr + 1 + place, mask=place < count, other=-2)
+            rank = tl.load(ranks_ptr + of, mask=of >= 0, other=0)
+            own = (slot[:, None] == of[None, :]) & (step + lane % BLOCK_R < rank)[None, :]
+            in_use = tl.max(own.to(tl.int32), axis=0) > 0
+            b_ptrs = b_ptr + (of.to(tl.int64) * N)[None, :] * RANK + (step + lane % BLOCK_R)[None, :]
+            b_ptrs += weight_row.to(tl.int64)[:, None] * RANK
+            for seat in tl.static_range(SEATS):
+                inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
+                b = tl.load(b_ptrs, mask=inside[:, None] & in_use[None, :], other=0.0)
+                h_ptrs = h_ptr + row.to(tl.int64)[:, None] * (SEATS * RANK) + (seat * RANK + step + r)[None, :]
+                h = tl.zeros([ROWS, BLOCK_R], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    part = h_ptrs + split * num_tokens.to(tl.int64) * (SEATS * RANK)
+                    h += tl.load(part, mask=(slot >= 0)[:, None], other=0.0, cache_modifier=".cg")
+                h = h.to(b.dtype)
+                h = tl.reshape(tl.broadcast_to(h[:, None, :], [ROWS, TOGETHER, BLOCK_R]), [ROWS, TOGETHER * BLOCK_R])
                 acc = add_product(b, tl.where(own, h, 0.0), acc, SWAP)
     return acc
 
@@ -103,11 +142,11 @@ def add_adapters(
 def finish(
     acc, delta, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
     weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr, shrinkers=0,
 ):  # fmt: skip
     """Store the outputs of tokens `row` and the weight's rows `weight_row`, given their sums # [tokens, rows] fp32,
     which are those of block `across`, and what is added to them once they are scaled, if anything is. GATED: the first
-    half of each PAIRED rows gates the second."""
+    half of each PAIRED rows gates the second. `shrinkers`: programs of the grid that have no outputs."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     weight_row_in = weight_row < N
@@ -145,4 +184,4 @@ def finish(
         out = rounded.to(tl.float32)
         tl.store(next_scaled_ptr + offset, (out * weight[None, :]).to(next_scaled_ptr.dtype.element_ty), mask=stored)
         squares = tl.sum(tl.where(stored, out * out, 0.0), axis=1)
-        tl.store(next_squares_ptr + row * tl.num_programs(0) + across, squares, mask=row_in)
+        tl.store(next_squares_ptr + row * (tl.num_programs(0) - shrinkers) + across, squares, mask=row_in)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import after_inputs, into_l2, pairs_in_registers, tl, triton, wait_for_inputs
+from headrace.kernels.adapters import NO_ADAPTERS, Adapted
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.gemm_epilogue import add_adapters, finish
 from headrace.kernels.tiled import BLOCK, BYTES, LANES, ROWS, TiledWeight, runs_of
@@ -247,8 +248,8 @@ def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.c
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_kernel(
     out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
-    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, N, K,
-    tiles, words_step, parts, eps, num_tokens, x_stride,
+    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr,
+    starts_ptr, N, K, tiles, words_step, parts, eps, num_tokens, x_stride,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
@@ -274,9 +275,10 @@ def _tiled_kernel(
     acc = tl.trans(acc)
     delta = None
     if h_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
+        slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
         delta = add_adapters(
-            tl.zeros_like(acc), h_ptr, slots_ptr, b_ptr, ranks_ptr, starts_ptr, row, row_in, weight_row, num_tokens, N,
-            False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+            tl.zeros_like(acc), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N,
+            tl.load(used_ptr), False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
         )  # fmt: skip
     sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     acc, done = sum_of_parts(acc, row_in, tl.program_id(1), sharers, parts_ptr, arrived_ptr, SPLIT)
@@ -306,15 +308,17 @@ def launch_tiled(
     x: Tensor,
     weight: TiledWeight,
     tensors: tuple[Tensor | None, ...],
-    of_adapters: tuple[Tensor | None, ...],
     parts: int,
     eps: float,
     config: GemmConfig,
     options: dict[str, Any],
+    adapters: Adapted | None,
 ) -> None:
     """Do what gemm.py's skinny_linear describes, by `programs` for all outputs. `tensors`: the kernel's first ones,
-    from the output to what the next norm needs. `of_adapters`: what `add_adapters` reads."""
+    from the output to what the next norm needs."""
     num_tokens, k = x.shape
+    of_adapters = (None,) * 6 if adapters is None else adapters.arguments
+    kinds = NO_ADAPTERS if adapters is None else adapters.options(config.block_m)
     tokens = -(-num_tokens // config.block_m)
     sums: Tensor | None = None
     if config.split > 1:
@@ -324,5 +328,5 @@ def launch_tiled(
         parts, eps, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, OUTPUTS=config.block_n, BLOCKS=config.block_k // BLOCK, SPLIT=config.split,
         STAGES=config.num_stages, **describe(weight),
-        EVEN_K=k % config.block_k == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **options,
+        EVEN_K=k % config.block_k == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **kinds, **options,
     )  # fmt: skip

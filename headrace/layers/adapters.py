@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.kernels.adapters import RANK_STEP, AdapterWeights, Shrunk
+from headrace.kernels.adapters import MOST_BLOCKS, RANK_STEP, Adapted, AdapterWeights, StepSlots
 from headrace.kernels.fp8 import Quantized
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import KernelTable
@@ -57,26 +57,33 @@ class Seat:
         owner = self.owner
         return owner.slots is not None and (owner.used is None or self.number in owner.used)
 
+    @property
+    def slots(self) -> StepSlots:
+        """The slots of this step's tokens, some of which have adapters."""
+        owner = self.owner
+        assert owner.slots is not None
+        owner.step_slots = owner.step_slots or StepSlots.of(owner.slots, len(self.weights.a))
+        return owner.step_slots
+
     def add(self, x: Any, out: Tensor) -> None:
         """Add to out # [num_tokens, outputs] what the adapters make of x # [num_tokens, inputs], which may be
         Quantized."""
-        slots, kernels = self.owner.slots, self.owner.kernels
-        assert slots is not None
+        slots, kernels = self.slots, self.owner.kernels
         x = x.dequantize(self.weights.a.dtype) if isinstance(x, Quantized) else x
         kernels.expand_adapters(out, kernels.shrink_adapters(x, slots, self.weights), slots, self.weights)
 
-    def shrunk(self, x: Any) -> Shrunk:
-        """Return what the kernel is to add that multiplies x # [num_tokens, inputs], which may be HalfNormed."""
-        slots = self.owner.slots
-        assert slots is not None
+    def given(self, x: Any, shrinks: bool) -> Adapted:
+        """Return what the kernel is to add that multiplies x # [num_tokens, inputs], which may be HalfNormed.
+        `shrinks`: it multiplies by first matrices too."""
+        if shrinks:
+            return Adapted(self.slots, self.weights)
         x = x.scaled if isinstance(x, HalfNormed) else x
-        return Shrunk(self.owner.kernels.shrink_adapters(x, slots, self.weights), slots, self.weights)
+        return Adapted(self.slots, self.weights, self.owner.kernels.shrink_adapters(x, self.slots, self.weights))
 
     def add_rows(self, ids: Tensor, out: Tensor) -> None:
         """Add the same where x is the row of a unit matrix, `ids` saying which: for an embedding."""
-        slots, a = self.owner.slots, self.weights.a
-        assert slots is not None
-        shrunk = a[slots.clamp(min=0).long(), :, ids].float()
+        slots, a = self.slots, self.weights.a
+        shrunk = a[slots.of_tokens.clamp(min=0).long(), :, ids].float()
         self.owner.kernels.expand_adapters(out, shrunk.unsqueeze(0), slots, self.weights)
 
     def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> tuple[Tensor, Tensor, int] | None:
@@ -113,6 +120,8 @@ class Adapters:
     slots: Tensor | None = None
     """[num_tokens] int32: the slot of each token that is computed now, negative for one without an adapter; None: no
     token has one"""
+    step_slots: StepSlots | None = None
+    """the same as kernels take it, made for the first seat that asks"""
     seats: list[Seat] = field(default_factory=list)
     used: set[int] | None = None
     """numbers of the seats that an adapter has changed: others stay as if there were none. None: no adapter has been
@@ -139,7 +148,8 @@ class Adapters:
         a = torch.zeros(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device=self.device)
         b = torch.zeros(self.num_slots, outputs, rank, dtype=self.dtype, device=self.device)
         ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
-        self.seats.append(Seat(self, len(self.seats), AdapterWeights(a, b, ranks, starts, sizes), parts))
+        arrived = torch.zeros(2 * MOST_BLOCKS, dtype=torch.int32, device=self.device)
+        self.seats.append(Seat(self, len(self.seats), AdapterWeights(a, b, ranks, starts, sizes, arrived), parts))
         return self.seats[-1]
 
     @property
@@ -159,7 +169,7 @@ class Adapters:
         try:
             yield
         finally:
-            self.slots = None
+            self.slots = self.step_slots = None
 
     def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> Loaded:
         """Read this rank's shares of an adapter, onto the host. May be called from another thread."""

@@ -148,7 +148,7 @@ def by_table(
             x = quantize(x)
         elif norm is not None and not isinstance(x, (HalfNormed, Quantized)):
             x = norm(x)
-        adapters = addend.shrunk(x) if adapted and addend is not None else None
+        adapters = addend.given(x, isinstance(weight, Tensor)) if adapted and addend is not None else None
         if inputs is not None:
             x = x._replace(scaled=inputs(x.scaled)) if isinstance(x, HalfNormed) else inputs(x)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass

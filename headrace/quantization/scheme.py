@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels.adapters import Shrunk
+from headrace.kernels.adapters import Adapted
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import Unsummed
@@ -51,10 +51,11 @@ class Addend(Protocol):
 
     @property
     def fuses(self) -> bool:
-        """Tell whether a kernel may add it by itself, given what `shrunk` returns."""
+        """Tell whether a kernel may add it by itself, given what `given` returns."""
 
-    def shrunk(self, x: Any) -> Shrunk:
-        """Return what the kernel is to add that multiplies x, which may be HalfNormed or Quantized; it comes next."""
+    def given(self, x: Any, shrinks: bool) -> Adapted:
+        """Return what the kernel is to add that multiplies x, which may be HalfNormed. `shrinks`: it multiplies by
+        first matrices too."""
 
 
 @dataclass(frozen=True)

@@ -304,8 +304,7 @@ def _reference(layer: Linear, x: Any, to: Rounding | None = None) -> Tensor:
     if (bias := plain.get("bias")) is not None:
         out += bias.float()
     if isinstance(seat := fused.addend, Seat) and seat.wanted:
-        slots = seat.owner.slots
-        assert slots is not None
+        slots = seat.slots
         h = REFERENCE_KERNELS.shrink_adapters(wide, slots, seat.weights)
         REFERENCE_KERNELS.expand_adapters(out, h, slots, seat.weights)
     if layer.fused.activation is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from arena import error
 
-from headrace.kernels.adapters import Shrunk, shrink_adapters_reference
+from headrace.kernels.adapters import Adapted, StepSlots
 from headrace.kernels.cases import Inputs, made_up_adapters
 from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
 from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
@@ -151,17 +151,16 @@ def test_adapters_are_added_to_the_product(config, dtype, gated):
     for rank in (16, 48):
         tokens, inputs = 21, 64
         weights = made_up_adapters(make, sizes, inputs, rank, slots=11)
-        slots = make.integers(-1, 11, tokens, dtype=torch.int32)
+        slots = StepSlots.of(make.integers(-1, 11, tokens, dtype=torch.int32), 11)
         x, weight = torch.randn(tokens, inputs).to(dtype), torch.randn(40, inputs).to(dtype)
         half = half_norm_reference(x, torch.randn(inputs).to(dtype))
         for given in (x, half):
-            h = shrink_adapters_reference(given.scaled if given is half else given, slots, weights)
-            adapters = Shrunk(torch.cat((h / 4, h * 3 / 4)), slots, weights)
             residual = None if gated else torch.randn(tokens, 40).to(dtype)
-            around = {"gated": gated, "eps": 1e-3, "adapters": adapters}
+            around = {"gated": gated, "eps": 1e-3, "adapters": Adapted(slots, weights)}
             before = None if residual is None else residual.float()
             expected = skinny_linear_reference(given, weight, None, dtype=torch.float32, residual=before, **around)
             out = skinny_linear(given, weight, None, config, residual=residual, **around)
             assert error(out, expected) <= TOLERANCE[dtype]
+            assert not weights.arrived.any()
             bare = skinny_linear_reference(given, weight, None, gated=gated, eps=1e-3)
             assert error(out, bare) > 0.1

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from headrace.kernels.adapters import Shrunk, shrink_adapters_reference
+from headrace.kernels.adapters import Adapted, StepSlots, shrink_adapters_reference
 from headrace.kernels.cases import Inputs, made_up_adapters
 from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
@@ -89,10 +89,10 @@ def test_adapters_are_added_to_the_product(config):
     make, inner, hidden = Inputs(torch.bfloat16, torch.device("cpu")), 80, 160
     weight = made("int4 zeros", torch.bfloat16, 2 * inner, hidden, gated=True)
     weights = made_up_adapters(make, (inner, inner), hidden, 16, slots=5)
-    slots, x = make.integers(-1, 5, 9, dtype=torch.int32), torch.randn(9, hidden).bfloat16()
+    slots, x = StepSlots.of(make.integers(-1, 5, 9, dtype=torch.int32), 5), torch.randn(9, hidden).bfloat16()
     half = half_norm_reference(x, torch.rand(hidden).bfloat16() + 0.5)
-    adapters = Shrunk(shrink_adapters_reference(half.scaled, slots, weights), slots, weights)
-    around = {"gated": True, "eps": 1e-5, "adapters": adapters}
+    h = shrink_adapters_reference(half.scaled, slots, weights)
+    around = {"gated": True, "eps": 1e-5, "adapters": Adapted(slots, weights, torch.cat((h / 4, h * 3 / 4)))}
     wanted = skinny_linear_reference(half, weight, None, dtype=torch.float32, **around)
     assert error(skinny_linear(half, weight, None, config, **around), wanted) <= 1e-2
     bare = skinny_linear_reference(half, weight, None, dtype=torch.float32, gated=True, eps=1e-5)
