@@ -90,6 +90,11 @@ class Subject:
         """Return one attention layer of each kind that has a cache."""
         return [layer for layer in self.kinds(Attention, lambda layer: layer.spec) if layer.spec.causal]
 
+    @property
+    def decodes(self) -> bool:
+        """Tell whether a step may add a token to a text whose others are cached; an encoder computes it whole."""
+        return all(layer.spec.causal for layer in self.layers(Attention))
+
     def latent_layers(self) -> list[LatentAttention]:
         """Return one layer of latent attention of each kind."""
         return list({layer.spec: layer for layer in reversed(self.layers(LatentAttention))}.values())

@@ -22,8 +22,8 @@ from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
 from headrace.runner.memory import first_line, is_out_of_memory
 
 WAITS_FOR_THE_HOST = frozenset({
-    "prepare_batch", "rotary_and_cache", "step_angles", "fused_moe", "gated_delta_step", "gated_delta_scan",
-    "index_scores",
+    "prepare_batch", "rotary_and_cache", "latent_rotary_and_cache", "step_angles", "fused_moe", "gated_delta_step",
+    "gated_delta_scan", "index_scores",
 })  # fmt: skip
 """Kernels whose references read values on the host, which no graph can capture"""
 COMPILING_THREADS = 16

@@ -97,9 +97,9 @@ def _own_blocks(runner: ModelRunner, rows: list[int]) -> list[BlockUpdate]:
 
 def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) -> Check:
     def error() -> float:
-        fast = _eagerly(runner)
+        fast = _eagerly(subject, runner)
         with _by_references(subject):
-            expected = _eagerly(runner)
+            expected = _eagerly(subject, runner)
         return relative_error(fast, expected)
 
     def demote() -> str:
@@ -110,10 +110,12 @@ def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) 
     return Check("whole_step", error, _bound(subject), demote, collective=True)
 
 
-def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
+def _eagerly(subject: Subject, runner: ModelRunner) -> tuple[Tensor, ...]:
     """Return the logits of each step's last tokens; their hidden states where another stage has the head."""
     logits = []
-    for step in _steps(runner).values():
+    for kind, step in _steps(runner).items():
+        if kind == "decode" and not subject.decodes:
+            continue
         runner.state.apply(step)
         batch = runner.batch_of(step)
         hidden, _ = runner.forward(batch)

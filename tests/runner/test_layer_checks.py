@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.attention.torch_whole import TorchWhole
 from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.fp8 import NarrowWeight
@@ -58,12 +59,15 @@ def weights_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def subject(
-    config: dict[str, Any] = LLAMA, quantization: str | None = None, kernels: KernelTable = REFERENCE_KERNELS
+    config: dict[str, Any] = LLAMA,
+    quantization: str | None = None,
+    kernels: KernelTable = REFERENCE_KERNELS,
+    attention: Any = AttentionInGraphs,
 ) -> Subject:
     """A model of random weights, which keeps them as on a GPU."""
     model_config = ModelConfig.from_dict(config)
     specs = attention_specs(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
-    backend, table = AttentionInGraphs(), with_switches(kernels)
+    backend, table = attention(), with_switches(kernels)
     context = LayerContext(Mesh(), table, backend, specs, torch.float32, CPU)
     model = loader.load_model(NO_FOLDER, model_config, context, "dummy", 0, quantization)
     shape = cache_shape(describe(model_config), specs, 1, 4, torch.float32)
@@ -295,6 +299,19 @@ def settings_of(mode: str, found: Subject) -> GraphSettings | None:
     limits = scratch_limits(found.vocab_size)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
     return GraphSettings.of({"cudagraph_mode": mode}, *sizes)
+
+
+def test_an_encoder_computes_texts_whole_so_no_decode_is_checked_or_captured() -> None:
+    config = {
+        "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 60, "max_position_embeddings": 40,
+    }  # fmt: skip
+    found, refused = subject(config, kernels=KERNELS, attention=TorchWhole), {"decode"}
+    check = SelfCheck(Group(), CPU)
+    assert not found.decodes
+    check.run(step_checks(found, settings_of("FULL_AND_PIECEWISE", found), refused, device=RecordingDevice))
+    assert check.notes[0].startswith("Self-check: 2 checks"), check.notes
+    assert check.demoted == []
 
 
 KINDS = {
