@@ -11,7 +11,7 @@ import logging
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -73,14 +73,8 @@ def plan_all(
     roundings = [None if rounding is None else rounding(spec) for spec in specs]
     sizes = {size_of(spec, to): (spec.dtype, to) for spec, to in zip(specs, roundings, strict=True)}
     sizes = {size: types for size, types in sizes.items() if _candidates(size[0], BUCKETS[0])}
-    name, known = _known(device)
-    missing = {size: types for size, types in sizes.items() if size not in known}
-    if missing:
-        logger.info("measuring linears of %d sizes that are new on %s", len(missing), name)
-        known.update({size: _measure(size, *types, device) for size, types in missing.items()})
-        torch.cuda.empty_cache()
-        _write(_measured_file(name), name, known)
-    return {size: table_of(known[size]) for size in sizes}
+    measures = {size: partial(_measure, size, *types, device) for size, types in sizes.items()}
+    return {size: table_of(plan) for size, plan in _plans(device, measures).items()}
 
 
 def _candidates(kind: int | str, bucket: int) -> tuple[GemmConfig, ...]:
@@ -101,19 +95,26 @@ def plan_tiled(
     size = (kind_of(weight), weight.out_features, weight.in_features)
     if x_dtype.itemsize != 2:
         return table_of((None,) * len(BUCKETS))
-    name, known = _known(weight.codes.device)
-    if size not in known:
-        logger.info("measuring linears of %s, %d x %d", *size)
-        known[size] = _measure_tiled(weight, x_dtype, library)
-        torch.cuda.empty_cache()
-        _write(_measured_file(name), name, known)
-    return table_of(known[size])
+    plans = _plans(weight.codes.device, {size: partial(_measure_tiled, weight, x_dtype, library)})
+    return table_of(plans[size])
 
 
-def _known(device: torch.device) -> tuple[str, dict[Size | TiledSize, Plan]]:
-    """Return the device's name, and the plans that were measured on such."""
+Key = TypeVar("Key", Size, TiledSize)
+
+
+def _plans(device: torch.device, measures: Mapping[Key, Callable[[], Plan]]) -> dict[Key, Plan]:
+    """Return the plan of each size. Those that are new on such a device are measured, and kept for later starts."""
     name = torch.cuda.get_device_name(device)
-    return name, {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
+    file = _measured_file(name)
+    known: dict[Any, Plan] = {**_read(file, name), **_read(SHIPPED, name)}
+    missing = [size for size in measures if size not in known]
+    if missing:
+        sizes = ", ".join(f"{outputs} x {inputs}" for _, outputs, inputs in missing)
+        logger.info("measuring linears of sizes that are new on %s: %s", name, sizes)
+        known |= {size: measures[size]() for size in missing}
+        torch.cuda.empty_cache()
+        _write(file, name, known)
+    return {size: known[size] for size in measures}
 
 
 def by_table(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,24 +21,17 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.kernels.tiled import TiledWeight, tile, tile_experts, why_not_tiled
 from headrace.quantization import gpu_linear
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Product, Weights
+from headrace.quantization.formats import WeightFormat
+from headrace.quantization.packed_layouts import CodedLayout, Zeros
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, LinearSpec, Product, Scheme, Weights
+from headrace.quantization.spellings import FLOATS_4, GROUPS_4, SPELLINGS
 from headrace.quantization.unquantized import PlainProduct
-
-
-class PackedLayout(Layout, Protocol):
-    """Knows a checkpoint's tensors that together are a CodedWeight."""
-
-    def why_widened(self, spec: LinearSpec, weights: Weights) -> str:
-        """Say why the loaded `weights`, of a linear or of experts, are to be widened; "" if kernels can read them."""
-
-    def coded(self, spec: LinearSpec, weights: Weights) -> CodedWeight:
-        """Return those of a linear, or of one expert, without the bias."""
 
 
 class PackedProduct(Product):
     """Multiplies by weights that stay packed in a GPU's memory; what a layout loads is repacked linear by linear."""
 
-    def __init__(self, layout: PackedLayout) -> None:
+    def __init__(self, layout: CodedLayout) -> None:
         self.layout = layout
         self.plain = PlainProduct()
         """multiplies what is widened at load, on a CPU"""
@@ -151,3 +143,31 @@ def _inputs(order: Tensor | None, smoothing: Tensor | None, dtype: torch.dtype) 
         return None
     factors = smoothing.to(dtype)
     return lambda x: x * factors
+
+
+def integers(
+    format: WeightFormat,
+    tool: str,
+    bits: int,
+    group_size: int,
+    act_order: bool = False,
+    symmetric: bool = True,
+    zero_point: bool | None = None,
+    zeros_plus_one: bool | None = None,
+) -> Scheme:
+    """Return a new scheme for the integers of a tool of SPELLINGS. `symmetric` weights have no zero points, but for
+    AWQ's (arXiv 2306.00978), which perhaps have even without `zero_point`, and GPTQ's (arXiv 2210.17323), which always
+    have: less one with `zeros_plus_one`, as all but `gptq_v2` store them."""
+    zeros: Zeros = "none" if symmetric else "stored"
+    if zero_point is not None:
+        zeros = "stored" if zero_point else "perhaps"
+    elif zeros_plus_one is not None:
+        zeros = "stored minus one" if zeros_plus_one else "stored"
+    made = CodedLayout(SPELLINGS[tool], bits, group_size, zeros, act_order)
+    return Scheme(format, made, PackedProduct(made))
+
+
+def floats(format: WeightFormat, kind: str, names: str, group_size: int | None = None) -> Scheme:
+    """Return a new scheme for floats of 4 bits under the names of FLOATS_4, which meet activations of 16 bits."""
+    made = CodedLayout(FLOATS_4[kind, names], 4, group_size or GROUPS_4[kind])
+    return Scheme(format, made, PackedProduct(made))

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.coded import CodedWeight
-from headrace.quantization.formats import WeightFormat
-from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Scheme, Slot, Weights, note_type, noted_type
+from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, note_type, noted_type
 from headrace.quantization.smoothing import NAME as SMOOTHING
 from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
-from headrace.quantization.spellings import FLOATS_4, GROUPS_4, INTERLEAVED, SPELLINGS, Axis, Spelling, unpack_words
+from headrace.quantization.spellings import INTERLEAVED, Axis, Spelling, unpack_words
 from headrace.quantization.unquantized import bias_slot, empty_bias
 
 Zeros = Literal["stored", "stored minus one", "perhaps", "none"]
@@ -372,31 +370,3 @@ def _check_shape(shape: tuple[int, ...], name: str, values: Tensor) -> None:
 def _check_zeros(values: Tensor) -> None:
     if bool(values.any()):
         raise CheckpointError("a linear that has no bias in config.json is stored with one that is not zero")
-
-
-def integers(
-    format: WeightFormat,
-    tool: str,
-    bits: int,
-    group_size: int,
-    act_order: bool = False,
-    symmetric: bool = True,
-    zero_point: bool | None = None,
-    zeros_plus_one: bool | None = None,
-) -> Scheme:
-    """Return a new scheme for the integers of a tool of SPELLINGS. `symmetric` weights have no zero points, but for
-    AWQ's (arXiv 2306.00978), which perhaps have even without `zero_point`, and GPTQ's (arXiv 2210.17323), which always
-    have: less one with `zeros_plus_one`, as all but `gptq_v2` store them."""
-    zeros: Zeros = "none" if symmetric else "stored"
-    if zero_point is not None:
-        zeros = "stored" if zero_point else "perhaps"
-    elif zeros_plus_one is not None:
-        zeros = "stored minus one" if zeros_plus_one else "stored"
-    made = CodedLayout(SPELLINGS[tool], bits, group_size, zeros, act_order)
-    return Scheme(format, made, PackedProduct(made))
-
-
-def floats(format: WeightFormat, kind: str, names: str, group_size: int | None = None) -> Scheme:
-    """Return a new scheme for floats of 4 bits under the names of FLOATS_4, which meet activations of 16 bits."""
-    made = CodedLayout(FLOATS_4[kind, names], 4, group_size or GROUPS_4[kind])
-    return Scheme(format, made, PackedProduct(made))

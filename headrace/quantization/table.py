@@ -20,12 +20,12 @@ from headrace.quantization.linear_rules import CheckpointFormat, left_alone
 _INTEGERS = ("awq", "gptq", "pack_quantized", "int_quantized", "modelopt_awq", "modelopt_int8")
 SCHEMES = {
     "plain": ("unquantized", "unquantized"),
-    "mxfp4": ("packed_layouts", "floats:mxfp4"),
-    "nvfp4": ("packed_layouts", "floats:nvfp4"),
+    "mxfp4": ("packed", "floats:mxfp4"),
+    "nvfp4": ("packed", "floats:nvfp4"),
     "rounded": ("fp8", "fp8"),
     "fp8_stored": ("fp8", "stored:fp8"),
     "int8": ("fp8", "stored:int8"),
-    **{layout: ("packed_layouts", f"integers:{layout}") for layout in _INTEGERS},
+    **{layout: ("packed", f"integers:{layout}") for layout in _INTEGERS},
 }
 """layout of a LinearFormat -> (module of this package, which loads torch; the function in it that makes a Scheme of
 (format: WeightFormat, **settings), and behind a colon the spelling that it is given too)"""

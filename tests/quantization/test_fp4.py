@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.coded import E2M1
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.packed_layouts import floats
+from headrace.quantization.packed import floats
 from headrace.quantization.scheme import LinearSpec, Part, Weights
 from headrace.quantization.spellings import FLOATS_4
 
