@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from h200_parts.forced import Sequence, decode, stepped_core
+from h200_parts.forced import Sequence, continued, decode, stepped_core
 from h200_parts.format_numerics import BOUND, CONSTANTS, latent_configs, random_tokens, unmeasured, watch
 from h200_parts.format_numerics import case as format_case
 from h200_parts.numerics import compare, transformers_logits
@@ -157,7 +157,6 @@ def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[in
         "max_num_batched_tokens": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 256,
         "skip_tokenizer_init": True, **settings.place(SHARE),
     }  # fmt: skip
-    made: list[Sequence] = []
     inside: Counter[str] = Counter()
     with unmeasured(), stepped_core(EngineConfig(**(knobs | settings.engine)), folder) as core:
         worker: Any = core._executor._worker  # type: ignore[attr-defined]
@@ -165,8 +164,7 @@ def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[in
         notes = [f"{name} demoted" for name in facts.demoted]
         watch(worker.model, inside)
         worker.runner.graphs = None
-        for batch in batches:
-            made += decode(core, *parts(batch))
+        made = continued(core, batches, NEW_TOKENS)
         prompts = [tokens[:-NEW_TOKENS] for tokens in batches[1]]
         eager = [one.tokens for one in decode(core, prompts, NEW_TOKENS)]
         worker.runner.graphs = graphs
@@ -175,8 +173,3 @@ def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[in
         unlike = sum(one != other for one, other in zip(eager, replayed, strict=True))
         notes += [f"graphs give other tokens to {unlike} of {len(eager)} requests"] if unlike else []
         return Found(made, inside, worker.backend.name, notes)
-
-
-def parts(batch: list[list[int]]) -> tuple[list[list[int]], int, list[list[int]]]:
-    """Return prompts, how many tokens go on behind them, and these."""
-    return [tokens[:-NEW_TOKENS] for tokens in batch], NEW_TOKENS, [tokens[-NEW_TOKENS:] for tokens in batch]

@@ -80,6 +80,14 @@ def reference_path() -> Iterator[None]:
         yield
 
 
+def continued(core: EngineCore, batches: list[list[list[int]]], behind: int) -> list[Sequence]:
+    """Run batches of whole sequences, each of which goes on with its own last `behind` tokens."""
+    made: list[Sequence] = []
+    for batch in batches:
+        made += decode(core, [one[:-behind] for one in batch], behind, [one[-behind:] for one in batch])
+    return made
+
+
 def decode(
     core: EngineCore, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
 ) -> list[Sequence]:

@@ -15,8 +15,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h200_parts import models
-from h200_parts.forced import Sequence, decode, reference_path, stepped_core
+from h200_parts.forced import Sequence, continued, reference_path, stepped_core
 from h200_parts.models import FORMATS
 from h200_parts.numerics import PLAIN, compare
 from h200_parts.run import Run
@@ -97,13 +97,12 @@ def case(run: Run, name: str, config: dict[str, Any], also: tuple[str, ...] = ()
     times plain torch's, no weights were widened at load, no kernel was demoted and, on a GPU, no layer left more than
     LIBRARY and that to torch."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    steps = Steps(run, config["vocab_size"])
     widened: dict[str, Tensor] = {}
-    ours, inside, notes, rounds = steps.of(f"{name}-held", config, "bfloat16", keep=widened)
+    ours, inside, notes, rounds = logits(run, f"{name}-held", config, "bfloat16", keep=widened)
     with reference_path():
-        exact = steps.of(f"{name}-wide", plain, "float32", take=widened, **PLAIN)[0]
+        exact = logits(run, f"{name}-wide", plain, "float32", take=widened, **PLAIN)[0]
         rounded = (f"{name}-held", config) if rounds else (f"{name}-wide", plain)
-        base = steps.of(*rounded, "bfloat16", take={} if rounds else widened, **PLAIN)[0]
+        base = logits(run, *rounded, "bfloat16", take={} if rounds else widened, **PLAIN)[0]
     error, allowed = compare(ours, exact).error, compare(base, exact).error
     more = [f"{count} x {op}" for op, count in inside.items() if op not in also]
     torch_path = ", ".join([*notes, *more]) if not run.smoke else ""
@@ -112,43 +111,30 @@ def case(run: Run, name: str, config: dict[str, Any], also: tuple[str, ...] = ()
     run.case(name, error <= BOUND * allowed and not torch_path, said)
 
 
-@dataclass
-class Steps:
-    """Runs the same tokens through one engine after the other."""
-
-    run: Run
-    vocab_size: int
-
-    def of(
-        self, name: str, config: dict[str, Any], dtype: str,
-        keep: dict[str, Tensor] | None = None, take: dict[str, Tensor] | None = None, **knobs: Any,
-    ) -> tuple[list[Sequence], Counter[str], list[str], bool]:  # fmt: skip
-        """Return logits, what torch computed inside layers, notes about what is not as it should be, and whether
-        activations are rounded. The quantized layers' weights are put widened into `keep`, or taken from `take`."""
-        settings = self.run.settings
-        base: dict[str, Any] = {
-            "model": settings.write_config(name, config), "load_format": "dummy", "dtype": dtype,
-            "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512,
-            "enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 512,
-            **settings.place(0.5),
-        }  # fmt: skip
-        made: list[Sequence] = []
-        inside: Counter[str] = Counter()
-        with ExitStack() as open_until_end:
-            open_until_end.enter_context(random_weights(keep, take))
-            folder = settings.work / name
-            core = open_until_end.enter_context(stepped_core(EngineConfig(**(base | knobs | settings.engine)), folder))
-            model = core._executor._worker.model  # type: ignore[attr-defined]
-            watch(model, inside)
-            for requests in PROMPTS:
-                tokens = random_tokens(requests, self.vocab_size, LONGEST, NEW_TOKENS)
-                prompts, forced = [one[:-NEW_TOKENS] for one in tokens], [one[-NEW_TOKENS:] for one in tokens]
-                made += decode(core, prompts, NEW_TOKENS, forced)
-            facts = core.facts.workers[0]
-            notes = [f"{name} demoted" for name in facts.demoted] + [note for note in facts.notes if "widened" in note]
-            layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-            rounds = any(layer.rounding is not None for layer in layers)
-        return made, inside, notes, rounds
+def logits(
+    run: Run, name: str, config: dict[str, Any], dtype: str,
+    keep: dict[str, Tensor] | None = None, take: dict[str, Tensor] | None = None, **knobs: Any,
+) -> tuple[list[Sequence], Counter[str], list[str], bool]:  # fmt: skip
+    """Run the same tokens through an engine of each model. Return logits, what torch computed inside layers, notes
+    about what is not as it should be, and whether activations are rounded. The quantized layers' weights are put
+    widened into `keep`, or taken from `take`."""
+    base: dict[str, Any] = {
+        "model": run.settings.write_config(name, config), "load_format": "dummy", "dtype": dtype,
+        "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 512,
+        **run.settings.place(0.5),
+    }  # fmt: skip
+    inside: Counter[str] = Counter()
+    batches = [random_tokens(requests, config["vocab_size"], LONGEST, NEW_TOKENS) for requests in PROMPTS]
+    engine = EngineConfig(**(base | knobs | run.settings.engine))
+    with random_weights(keep, take), stepped_core(engine, run.settings.work / name) as core:
+        model = core._executor._worker.model  # type: ignore[attr-defined]
+        watch(model, inside)
+        made = continued(core, batches, NEW_TOKENS)
+        facts = core.facts.workers[0]
+        notes = [f"{name} demoted" for name in facts.demoted] + [note for note in facts.notes if "widened" in note]
+        rounds = any(layer.rounding is not None for layer in model.modules() if isinstance(layer, Linear))
+    return made, inside, notes, rounds
 
 
 def random_tokens(requests: int, vocab_size: int, longest: int, behind: int) -> list[list[int]]:

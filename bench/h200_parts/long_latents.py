@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h200_parts.forced import Sequence, decode, stepped_core
+from h200_parts.forced import Sequence, continued, stepped_core
 from h200_parts.format_numerics import unmeasured
 from h200_parts.models import in_catalogue
 from h200_parts.numerics import compare
@@ -103,7 +103,6 @@ def by_chunks(
         "max_num_seqs": 4, "max_num_batched_tokens": total, "enable_prefix_caching": False, "enforce_eager": True,
         "skip_tokenizer_init": True, **run.settings.place(0.6), **({"cpu_kv_cache_gib": 0.2} if run.smoke else {}),
     }  # fmt: skip
-    prompts, forced = [tokens[:-NEW_TOKENS] for tokens in sequences], [tokens[-NEW_TOKENS:] for tokens in sequences]
     found, began = {}, time.monotonic()
     with unmeasured(), stepped_core(EngineConfig(**(knobs | run.settings.engine)), folder) as core:
         run.note(f"{dtype}: the start took {time.monotonic() - began:.0f} s")
@@ -111,7 +110,7 @@ def by_chunks(
             began = time.monotonic()
             core.scheduler.config = replace(core.scheduler.config, max_num_batched_tokens=size)
             name = "one piece" if size == total else f"chunks of {size}"
-            found[name] = decode(core, prompts, NEW_TOKENS, forced)
+            found[name] = continued(core, [sequences], NEW_TOKENS)
             run.note(f"{dtype}: {name} took {time.monotonic() - began:.1f} s")
         return core.facts.workers[0].demoted, found
 
