@@ -34,7 +34,8 @@ class AdapterWeights(NamedTuple):
     """Holds the adapters of one linear, which may be several of a checkpoint's, fused, over one input."""
 
     a: Tensor
-    """[slots, parts * rank, inputs]: the parts' first matrices, one after the other; rows beyond a rank are zeros"""
+    """[slots, parts * rank, inputs]: the parts' first matrices, one after the other; rows beyond a rank are zeros. What
+    is within a slot is contiguous, and slots are as far apart as those of `b`"""
     b: Tensor
     """[slots, outputs, rank]: their second matrices, times the adapter's scale; columns beyond a rank are zeros"""
     ranks: Tensor
@@ -86,9 +87,10 @@ class Adapted(NamedTuple):
     """as `shrink_adapters` returns it; None: the kernel does that too"""
 
     @property
-    def arguments(self) -> tuple[Tensor | None, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         """Return what `add_adapters` reads."""
-        return self.h, *self.slots, self.weights.b, self.weights.ranks, self.weights.starts
+        held = self.weights
+        return self.h, *self.slots, held.b, held.ranks, held.starts, held.b.stride(0)
 
     def options(self, tokens: int) -> dict[str, int]:
         """Return what it is compiled for, in a program of so many tokens."""
@@ -105,7 +107,7 @@ NO_ADAPTERS = {"SPLITS": 0, "SEATS": 0, "RANK": 0, "BLOCK_R": 0, "TOGETHER": 0}
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, slots_ptr, used_ptr, a_ptr, ranks_ptr, h_ptr, x_stride, num_tokens, inputs, split_inputs,
+    x_ptr, slots_ptr, used_ptr, a_ptr, ranks_ptr, h_ptr, slot_step, x_stride, num_tokens, inputs, split_inputs,
     RANK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
     LINE: tl.constexpr = LINE,
@@ -116,7 +118,7 @@ def _shrink_kernel(
     row = tl.program_id(2) % (ROWS // BLOCK_R) * BLOCK_R
     in_use = tl.program_id(1) < tl.load(used_ptr)
     slot = tl.load(used_ptr + 1 + tl.program_id(1), mask=in_use, other=0)
-    of_rows = a_ptr + (slot.to(tl.int64) * ROWS + row + tl.arange(0, BLOCK_R)) * inputs
+    of_rows = a_ptr + slot.to(tl.int64) * slot_step + (row + tl.arange(0, BLOCK_R)) * inputs
     if OVERLAP:
         for ahead in range(0, tl.where(in_use, split_inputs, 0), LINE):
             into_l2(of_rows + tl.minimum(split * split_inputs + ahead, inputs - 1))
@@ -139,7 +141,7 @@ def _shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
-    out_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, out_stride, num_tokens, outputs,
+    out_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, out_stride, num_tokens, outputs,
     SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -149,13 +151,13 @@ def _expand_kernel(
     row_in, count = row < num_tokens, tl.load(used_ptr)
     if OVERLAP:
         for place in range(1, count + 1):
-            held = tl.load(used_ptr + place).to(tl.int64) * outputs + tl.minimum(column, outputs - 1)
-            into_l2(b_ptr + held * RANK)
+            of_slot = b_ptr + tl.load(used_ptr + place).to(tl.int64) * slot_step
+            into_l2(of_slot + tl.minimum(column, outputs - 1) * RANK)
     wait_for_inputs(OVERLAP)
     slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
     acc = add_adapters(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, column,
-        num_tokens, outputs, tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SPLITS, SEATS, RANK, BLOCK_R,
+        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row,
+        column, num_tokens, tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SPLITS, SEATS, RANK, BLOCK_R,
         TOGETHER,
     )  # fmt: skip
     changed = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0) > 0
@@ -177,7 +179,7 @@ def shrink_adapters(x: Tensor, slots: StepSlots, weights: AdapterWeights) -> Ten
     if num_tokens:
         split_inputs = -(-inputs // (splits * BLOCK_INPUTS)) * BLOCK_INPUTS
         _shrink_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, splits * (rows // block))](
-            x, *slots, weights.a, weights.ranks, h, x.stride(0), num_tokens, inputs, split_inputs,
+            x, *slots, weights.a, weights.ranks, h, weights.a.stride(0), x.stride(0), num_tokens, inputs, split_inputs,
             RANK=rank, ROWS=rows, BLOCK_M=BLOCK_TOKENS, BLOCK_R=block, BLOCK_K=BLOCK_INPUTS, num_warps=4, **overlap(),
         )  # fmt: skip
     return h

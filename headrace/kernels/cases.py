@@ -289,9 +289,12 @@ def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int,
     held = torch.arange(rank, device=make.device) < make.ints(*ranks)[:, None]
     a = make.random(slots, len(sizes), rank, inputs) * held[:, None, :, None] * inputs**-0.5
     b = make.random(slots, sum(sizes), rank) * held[:, None]
+    a, b = torch.cat((a.flatten(1), b.flatten(1)), 1).split((a[0].numel(), b[0].numel()), 1)
     starts = make.ints(*accumulate(sizes, initial=0))
     arrived = make.ints(*[0] * (2 * MOST_BLOCKS))
-    return AdapterWeights(a.flatten(1, 2), b, make.ints(*ranks), starts, tuple(sizes), arrived)
+    return AdapterWeights(
+        a.unflatten(1, (-1, inputs)), b.unflatten(1, (-1, rank)), make.ints(*ranks), starts, tuple(sizes), arrived
+    )
 
 
 def shrink_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:

@@ -144,6 +144,7 @@ def _skinny_kernel(
     b_ptr,
     ranks_ptr,
     starts_ptr,
+    slot_step,
     shrinkers,
     num_tokens,
     x_stride,
@@ -178,7 +179,7 @@ def _skinny_kernel(
         count = tl.load(used_ptr)
         shrinks, idle = across < shrinkers, across * BLOCK_N >= count * (SEATS * RANK)
         of_slot, slot_of_row, first_ptrs = rows_in_use(
-            across, a_ptr, used_ptr, ranks_ptr, K, SEATS * RANK, RANK, BLOCK_N
+            across, a_ptr, used_ptr, ranks_ptr, slot_step, K, SEATS * RANK, RANK, BLOCK_N
         )
         end, across = tl.where(shrinks & idle, 0, K), tl.maximum(across - shrinkers, 0)
     weight_row = gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
@@ -190,7 +191,7 @@ def _skinny_kernel(
             rows_ptrs = tl.multiple_of(rows_ptrs, 16)
         if OVERLAP:
             for place in range(1, tl.where(shrinks, 0, count) + 1):
-                into_l2(b_ptr + (tl.load(used_ptr + place).to(tl.int64) * N + held_row) * RANK)
+                into_l2(b_ptr + tl.load(used_ptr + place).to(tl.int64) * slot_step + held_row * RANK)
     acc = _dots(
         rows_ptrs, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, end, groups, x_stride, BLOCK_M,
         BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, AHEAD, OVERLAP,
@@ -204,7 +205,7 @@ def _skinny_kernel(
         )  # fmt: skip
         row_in = row_in & (tl.program_id(0) >= shrinkers)
         acc = add_adapters(
-            acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N,
+            acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row, num_tokens,
             tl.where(shrinks, 0, count), SWAP, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
         )  # fmt: skip
     if SWAP:
@@ -424,7 +425,7 @@ def skinny_linear(
         return result
     down = -(-num_tokens // config.block_m)
     ahead = 0 if gated else max(0, min((config.num_stages - 1) // 2, k // config.block_k - 1)) * config.block_k
-    of_adapters: tuple[Tensor | None, ...] = (None,) * 8
+    of_adapters: tuple[Any, ...] = (None,) * 9
     shrinkers, kinds = 0, NO_ADAPTERS
     if adapters is not None:
         a, arrived = adapters.weights.a, adapters.weights.arrived

@@ -66,7 +66,7 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
 
 @triton.jit
 def rows_in_use(
-    across, a_ptr, used_ptr, ranks_ptr, K, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    across, a_ptr, used_ptr, ranks_ptr, slot_step, K, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return block `across` of the rows of first matrices that tokens use (kernels/adapters.py): which of its slot's
     ROWS each is, the slot (-2: there is none), and a pointer to it. Of rows beyond a rank the last one before is
@@ -77,7 +77,7 @@ def rows_in_use(
     of_slot = row % ROWS
     rank = tl.load(ranks_ptr + slot)
     held = of_slot - of_slot % RANK + tl.minimum(of_slot % RANK, tl.maximum(rank, 1) - 1)
-    pointers = a_ptr + (slot.to(tl.int64) * ROWS + held) * K
+    pointers = a_ptr + slot.to(tl.int64) * slot_step + held * K
     return of_slot, tl.where(in_use, slot, -2), pointers
 
 
@@ -86,9 +86,9 @@ def share_shrunk(
     acc, h_ptr, arrived_ptr, row, slot, of_slot, slot_of_row, shrinks, shrinkers, sharers, ROWS: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Store, if this program `shrinks`, the products of tokens `row` that have `slot` with rows of first matrices,
-    given in the form of `add_product`; else wait until all `shrinkers` have. The last of the others sets the counters
-    back."""
+    """Store the products of tokens `row` with rows of first matrices, given in the form of `add_product`, where a token
+    has the row's slot, if this program `shrinks`; else wait until all `shrinkers` have. The last of the others sets the
+    counters back."""
     if shrinks:
         out = tl.trans(acc) if SWAP else acc
         own = slot[:, None] == slot_of_row[None, :]
@@ -105,7 +105,7 @@ def share_shrunk(
 
 @triton.jit
 def add_adapters(
-    acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N, count,
+    acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row, num_tokens, count,
     SWAP: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def add_adapters(
             rank = tl.load(ranks_ptr + of, mask=of >= 0, other=0)
             own = (slot[:, None] == of[None, :]) & (step + lane % BLOCK_R < rank)[None, :]
             in_use = tl.max(own.to(tl.int32), axis=0) > 0
-            b_ptrs = b_ptr + (of.to(tl.int64) * N)[None, :] * RANK + (step + lane % BLOCK_R)[None, :]
+            b_ptrs = b_ptr + (of.to(tl.int64) * slot_step)[None, :] + (step + lane % BLOCK_R)[None, :]
             b_ptrs += weight_row.to(tl.int64)[:, None] * RANK
             for seat in tl.static_range(SEATS):
                 inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))

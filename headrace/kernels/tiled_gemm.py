@@ -249,7 +249,7 @@ def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.c
 def _tiled_kernel(
     out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
     next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr,
-    starts_ptr, N, K, tiles, words_step, parts, eps, num_tokens, x_stride,
+    starts_ptr, slot_step, N, K, tiles, words_step, parts, eps, num_tokens, x_stride,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
@@ -277,8 +277,8 @@ def _tiled_kernel(
     if h_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
         slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
         delta = add_adapters(
-            tl.zeros_like(acc), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot, row, weight_row, num_tokens, N,
-            tl.load(used_ptr), False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+            tl.zeros_like(acc), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row,
+            num_tokens, tl.load(used_ptr), False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
         )  # fmt: skip
     sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     acc, done = sum_of_parts(acc, row_in, tl.program_id(1), sharers, parts_ptr, arrived_ptr, SPLIT)
@@ -317,7 +317,7 @@ def launch_tiled(
     """Do what gemm.py's skinny_linear describes, by `programs` for all outputs. `tensors`: the kernel's first ones,
     from the output to what the next norm needs."""
     num_tokens, k = x.shape
-    of_adapters = (None,) * 6 if adapters is None else adapters.arguments
+    of_adapters: tuple[Any, ...] = (None,) * 7 if adapters is None else adapters.arguments
     kinds = NO_ADAPTERS if adapters is None else adapters.options(config.block_m)
     tokens = -(-num_tokens // config.block_m)
     sums: Tensor | None = None

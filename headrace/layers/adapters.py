@@ -29,16 +29,6 @@ ReadTensor = Callable[[str, slice, slice], Tensor]
 """(tensor of an adapter's file, rows, columns) -> that slice of it, on the host"""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """Holds an adapter as this rank needs it, on the host."""
-
-    weights: dict[int, tuple[Tensor, Tensor]]
-    """number of the seat -> its A and B"""
-    ranks: Tensor
-    """[seats] int32"""
-
-
 class Seat:
     """Holds the adapters of one linear, or of the embedding."""
 
@@ -86,11 +76,12 @@ class Seat:
         shrunk = a[slots.of_tokens.clamp(min=0).long(), :, ids].float()
         self.owner.kernels.expand_adapters(out, shrunk.unsqueeze(0), slots, self.weights)
 
-    def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> tuple[Tensor, Tensor, int] | None:
-        """Return this seat's A, B and rank of an adapter; None: it does not change the linear."""
-        dtype = self.weights.a.dtype
-        a, b = (torch.zeros(one.shape[1:], dtype=dtype) for one in (self.weights.a, self.weights.b))
+    def read(self, changes: dict[str, LowRank], tensor: ReadTensor, a: Tensor, b: Tensor) -> int:
+        """Write an adapter's matrices into this seat's A and B; return its rank, 0: it does not change the linear."""
         room, most = self.weights.rank, 0
+        parts = [one for one in self.parts if any(name in changes for name in one[0])]
+        if parts:
+            a.zero_(), b.zero_()
         for place, (names, part, before) in enumerate(self.parts):
             for name, first in zip(names, (0, before), strict=False):
                 if (change := changes.get(name)) is None:
@@ -101,9 +92,9 @@ class Seat:
                 scaled = of_b if change.scale == 1.0 else of_b.float() * change.scale
                 b[part.offset : part.offset + of_b.shape[0], : change.rank] = scaled
                 most = max(most, change.rank)
-        if dtype == torch.float16 and not all(bool(one.isfinite().all()) for one in (a, b)):
+        if a.dtype == torch.float16 and not all(bool(one.isfinite().all()) for one in (a, b) if most):
             raise CheckpointError(f"the adapter of {self.parts[0][0][-1]} has numbers that are too large for float16")
-        return (a, b, most) if most else None
+        return most
 
 
 @dataclass
@@ -145,17 +136,36 @@ class Adapters:
     def _seat(self, parts: list[tuple[list[str], Part, int]], inputs: int, outputs: int, rank: int) -> Seat:
         sizes = tuple(part.rows.stop - part.rows.start for _, part, _ in parts)
         starts = torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=self.device)
-        a = torch.zeros(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device=self.device)
-        b = torch.zeros(self.num_slots, outputs, rank, dtype=self.dtype, device=self.device)
-        ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
+        a = torch.empty(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device="meta")
+        b = torch.empty(self.num_slots, outputs, rank, dtype=self.dtype, device="meta")
+        ranks = torch.empty(self.num_slots, dtype=torch.int32, device="meta")
         arrived = torch.zeros(2 * MOST_BLOCKS, dtype=torch.int32, device=self.device)
         self.seats.append(Seat(self, len(self.seats), AdapterWeights(a, b, ranks, starts, sizes, arrived), parts))
         return self.seats[-1]
 
+    def allocate(self, kept: int = 0) -> None:
+        """Take the memory of all slots, and that of `kept` adapters on the host, once every seat is there. What an
+        adapter has in all seats is one piece, which one copy moves; one more slot is for one on its way to the
+        device."""
+        like: dict[str, Any] = {"dtype": self.dtype, "pin_memory": self.device.type == "cuda"}
+        self.memory = torch.zeros(self.num_slots + 1, sum(self.sizes), dtype=self.dtype, device=self.device)
+        self.ranks = torch.zeros(len(self.seats), self.num_slots, dtype=torch.int32, device=self.device)
+        self.host = torch.empty(kept, sum(self.sizes), **like)
+        self.host_ranks = torch.empty(kept, len(self.seats), **like | {"dtype": torch.int32})
+        pieces = iter(self.memory[:-1].split(self.sizes, 1))
+        for seat, ranks in zip(self.seats, self.ranks, strict=True):
+            a, b = (next(pieces).unflatten(1, one.shape[1:]) for one in seat.weights[:2])
+            seat.weights = seat.weights._replace(a=a, b=b, ranks=ranks)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers in one slot of A and of B of each seat."""
+        return [one[0].numel() for seat in self.seats for one in seat.weights[:2]]
+
     @property
     def num_bytes(self) -> int:
-        """The memory that all slots take."""
-        return sum(one.numel() * one.element_size() for seat in self.seats for one in seat.weights[:2])
+        """The memory that all slots take, and that of one adapter on its way."""
+        return (self.num_slots + 1) * sum(self.sizes) * self.dtype.itemsize
 
     @property
     def num_used(self) -> int:
@@ -171,30 +181,18 @@ class Adapters:
         finally:
             self.slots = self.step_slots = None
 
-    def read(self, changes: dict[str, LowRank], tensor: ReadTensor) -> Loaded:
-        """Read this rank's shares of an adapter, onto the host. May be called from another thread."""
-        weights, ranks = {}, torch.zeros(len(self.seats), dtype=torch.int32)
-        for number, seat in enumerate(self.seats):
-            if (found := seat.read(changes, tensor)) is not None:
-                a, b, ranks[number] = found
-                weights[number] = a, b
-        if self.device.type != "cuda":
-            return Loaded(weights, ranks)
-        # in one piece where a GPU can copy it from while the host goes on: to pin memory holds up who launches steps
-        sizes = [one.numel() for pair in weights.values() for one in pair]
-        pieces = iter(torch.empty(sum(sizes), dtype=self.dtype, pin_memory=True).split(sizes))
-        pinned = {
-            number: (next(pieces).view_as(a).copy_(a), next(pieces).view_as(b).copy_(b))
-            for number, (a, b) in weights.items()
-        }
-        return Loaded(pinned, ranks.pin_memory())
+    def read(self, changes: dict[str, LowRank], tensor: ReadTensor, values: Tensor, ranks: Tensor) -> frozenset[int]:
+        """Write this rank's shares of an adapter into `values` and `ranks`, which are one place on the host; return
+        the numbers of the seats that it changes. May be called from another thread."""
+        pieces, found = iter(values.split(self.sizes)), []
+        for seat in self.seats:
+            a, b = (next(pieces).view(one.shape[1:]) for one in seat.weights[:2])
+            found.append(seat.read(changes, tensor, a, b))
+        ranks.copy_(torch.tensor(found, dtype=torch.int32))
+        return frozenset(number for number, rank in enumerate(found) if rank)
 
-    def put(self, slot: int, loaded: Loaded) -> None:
+    def put(self, slot: int, values: Tensor, ranks: Tensor, seats: Set[int]) -> None:
         """Copy an adapter into a slot, behind all that the device has been given to do."""
-        self.used = (self.used or set()) | loaded.weights.keys()
-        for number, seat in enumerate(self.seats):
-            held = seat.weights
-            held.ranks[slot].copy_(loaded.ranks[number], non_blocking=True)
-            if number in loaded.weights:
-                for place, tensor in zip((held.a, held.b), loaded.weights[number], strict=True):
-                    place[slot].copy_(tensor, non_blocking=True)
+        self.used = (self.used or set()) | seats
+        self.memory[slot].copy_(values, non_blocking=True)
+        self.ranks[:, slot].copy_(ranks.to(self.device, non_blocking=True))

@@ -22,15 +22,16 @@ RANK_STEP = 16
 
 
 def adapter_bytes(spec: ModelSpec, tp: int, slots: int, rank: int, itemsize: float) -> int:
-    """Count the bytes of slots for adapters of ranks up to `rank` on one of `tp` ranks: of each weight that they may
-    change, as many as the rank holds inputs and outputs of it, for each of the ranks that memory is laid out for."""
+    """Count the bytes of slots for adapters of ranks up to `rank`, and of one more that is on its way, on one of `tp`
+    ranks: of each weight that they may change, as many as the rank holds inputs and outputs of it, for each of the
+    ranks that memory is laid out for."""
     ends = spec.has_embedding + (spec.has_head and spec.has_end)
     lengths = ends * (spec.hidden_size + math.ceil(spec.vocab_size / tp))
     for layer, count in spec.groups:
         for one in layer.adapted:
             shared = 0 if one.split == "whole" else one.shape[one.axis]
             lengths += count * (sum(one.shape) - shared + math.ceil(shared / tp))
-    return math.ceil(slots * -(-rank // RANK_STEP) * RANK_STEP * lengths * itemsize)
+    return math.ceil((slots + 1) * -(-rank // RANK_STEP) * RANK_STEP * lengths * itemsize)
 
 
 def layer_bytes(

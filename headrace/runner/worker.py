@@ -189,7 +189,7 @@ class Worker:
         self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         if self.adapters is not None:
-            held = self.adapters.adapters
+            held = self.adapters.allocate(config.max_cpu_loras or config.max_loras)
             self.notes.append(
                 f"Adapters: {held.num_slots} of rank {held.max_rank} at most take {held.num_bytes / 2**20:.1f} MiB."
             )

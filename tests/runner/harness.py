@@ -132,6 +132,7 @@ def make_runner(
         settings = replace(settings, decode_lens=tuple({1, 1 + drafter.num_drafts}))
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
     made = torch.Generator().manual_seed(5)
+    adapters.allocate()
     for a, b, ranks, *_ in (seat.weights for seat in adapters.seats):
         a.normal_(generator=made), b.normal_(0, 0.05, generator=made), ranks.fill_(16)
     store = AdapterStore(adapters, model_config) if max_loras else None
