@@ -41,7 +41,13 @@ class Burst:
     def __init__(self, own: Peers, make: Inputs, sizes: Sizes) -> None:
         self.own = own
         ways = [sums_over_ranks, rows_of_ranks, *([sums_in_two] if own.ranks > 1 else [])]
-        self.sums = [one for rows, hidden in sizes for way in ways for one in way(make, own, rows, hidden)]
+        each = [
+            (f"{way.__name__} of {rows} x {hidden}, number {number}", *one)
+            for rows, hidden in sizes
+            for way in ways
+            for number, one in enumerate(way(make, own, rows, hidden))
+        ]
+        self.names, self.sums = [name for name, *_ in each], [one for _, *one in each]
 
     def run(self, delays: random.Random | None = None) -> list[Any]:
         """Compute all sums, one right behind the other; `delays`: at random places the stream waits before."""
@@ -55,9 +61,9 @@ class Burst:
         """Raise RuntimeError where a result is wrong."""
         if self.own.gave_up:
             raise RuntimeError(f"rank {self.own.rank} did not get all shares")
-        for number, (result, (_, expected, bound)) in enumerate(zip(found, self.sums, strict=True)):
+        for name, result, (_, expected, bound) in zip(self.names, found, self.sums, strict=True):
             if not (error := relative_error(result, expected)) <= bound:
-                raise RuntimeError(f"rank {self.own.rank}, sum {number} of a burst: error {error:.1e} > {bound:.1e}")
+                raise RuntimeError(f"rank {self.own.rank}, {name}: error {error:.1e} > {bound:.1e}")
 
 
 def wait(delays: random.Random | None) -> None:

@@ -42,6 +42,7 @@ GROUP = 32
 TILE, TILE_PROGRAMS = 2048, 512
 """numbers that a program sends a rank together; and programs of such a kernel at most"""
 _GROUP, _TILE, _SMALLEST = tl.constexpr(GROUP), tl.constexpr(TILE), tl.constexpr(1e-37)
+_THREADS = tl.constexpr(256)  # of 4 warps at most
 _MOST_PROGRAMS, _EMPTY_16, _EMPTY_32 = tl.constexpr(MOST_PROGRAMS), tl.constexpr(EMPTY), tl.constexpr(-2147450880)
 
 
@@ -262,11 +263,13 @@ def _write(to_ptr, words, scales, BITS: tl.constexpr):
 
 
 @triton.jit
-def _arrived(from_ptr, most, COUNT: tl.constexpr):
-    """Wait for COUNT words of 16 bits in the own buffer and empty their places. Return them and how often to look for
-    the next: `most` times, or never once words did not come."""
-    place = from_ptr + tl.arange(0, COUNT)
-    words = tl.zeros([COUNT], tl.int16)
+def _arrived(from_ptr, most, COUNT: tl.constexpr, COPIES: tl.constexpr = 1):
+    """Wait for COUNT words of 16 bits in the own buffer and empty their places. Return them, each COPIES times, and how
+    often to look for the next: `most` times, or never once words did not come."""
+    # Of fewer numbers than threads each warp would have all, and leave the loop, and empty them, before another looked.
+    tl.static_assert(COUNT * COPIES >= _THREADS)
+    place = from_ptr + tl.arange(0, COUNT * COPIES) // COPIES
+    words = tl.zeros([COUNT * COPIES], tl.int16)
     looks, missing = tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
     while (missing == 1) & (looks < most):
         words = tl.load(place, volatile=True)
@@ -289,7 +292,9 @@ def _received(from_ptr, most, DTYPE: tl.constexpr, BITS: tl.constexpr):
             word, most = _arrived(from_ptr + plane * WORDS, most, WORDS)
             word = (word.to(words.dtype) ^ (((1 << BITS) - 1) << ((96 - 16 * plane) % BITS))) & 0xFFFF
             words |= word << (16 * plane)
-        scales, most = _arrived(from_ptr + BITS * (_TILE // 16), most, _TILE // _GROUP)
+        COPIES: tl.constexpr = _THREADS * _GROUP // _TILE
+        scales, most = _arrived(from_ptr + BITS * (_TILE // 16), most, _TILE // _GROUP, COPIES)
+        scales = tl.max(tl.reshape(scales, [_TILE // _GROUP, COPIES]), axis=1).to(tl.int16)
         values = _decoded(words, scales, DTYPE, BITS)
     return values, most
 
