@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 
 import torch
-from timing import graph_seconds
 
 from h200_parts.bounds import Ceilings
 from headrace.planner.chips import run_tool
+from headrace.quantization import gpu_linear
 
 GIB = 2**30
 REPEATS = 10
@@ -27,8 +28,8 @@ def _bandwidths(size: int, device: torch.device) -> tuple[float, float]:
     """Return the bytes/s of a copy (read and written) and of a sum over `size` bytes."""
     source = torch.randn(size // 4, device=device)
     into = torch.empty_like(source)
-    copy = graph_seconds([lambda: torch.add(source, 0, out=into)], REPEATS)  # a kernel: graphs copy by other means
-    return 2 * size / copy, size / graph_seconds([source.sum], REPEATS)
+    copy = graph_seconds(lambda: torch.add(source, 0, out=into))  # a kernel: graphs copy by other means
+    return 2 * size / copy, size / graph_seconds(source.sum)
 
 
 def _matmul_rates(side: int, device: torch.device) -> tuple[float, float]:
@@ -40,7 +41,16 @@ def _matmul_rates(side: int, device: torch.device) -> tuple[float, float]:
     def fp8() -> torch.Tensor:
         return torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
-    return 2 * side**3 / graph_seconds([lambda: a @ b], REPEATS), 2 * side**3 / graph_seconds([fp8], REPEATS)
+    return 2 * side**3 / graph_seconds(lambda: a @ b), 2 * side**3 / graph_seconds(fp8)
+
+
+def graph_seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of a call inside a graph, the median of REPEATS replays. Without a GPU it runs once, and the
+    result means nothing."""
+    if torch.cuda.is_available():
+        return gpu_linear.graph_seconds(lambda one: one(), [call], REPEATS)
+    call()
+    return 1e-6
 
 
 def versions() -> dict[str, str]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from timing import relative_error
 from torch import Tensor
 
 from h200_parts.engines import context_for
 from h200_parts.models import LLAMA_8B, TOY
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
+from headrace.kernels.cases import relative_error
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
@@ -50,7 +50,7 @@ def fp8_memory_cases(run: Run) -> None:
             model, _, said = load(folder, ModelConfig.from_folder(folder), quantization, "auto", device)
             linear: Any = [one for one in model.modules() if isinstance(one, Linear)][-2]
             x = torch.randn(64, shape["intermediate_size"], device=device, dtype=torch.bfloat16)
-            wrong = relative_error(linear.compute(x, None), x.double() @ down_proj.T)
+            wrong = relative_error(linear.compute(x, None), (x.double() @ down_proj.T).to(x.dtype))
             said += f"; down_proj against float64: {wrong:.4f}"
             run.case(f"2 layers of {dtype} on disk, {quantization}", wrong < INEXACT, said)
             del model, linear

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import relative_error
 
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
@@ -19,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
 from headrace.hub import resolve_model_folder
+from headrace.kernels.cases import relative_error
 from headrace.kernels.matmul import matmul, num_parts
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams
@@ -57,7 +57,8 @@ def same_rows(run: Run, dtype: torch.dtype, n: int, k: int) -> None:
     bias = torch.randn(n, device="cuda").to(dtype)
     x = torch.randn(ROWS, k, device="cuda").to(dtype)
     whole = matmul(x, weight, bias)
-    error = relative_error(whole[:256, :512], F.linear(x[:256].double(), weight[:512].double(), bias[:512].double()))
+    exact = F.linear(x[:256].double(), weight[:512].double(), bias[:512].double())
+    error = relative_error(whole[:256, :512], exact.to(dtype))
     unlike = [
         (count, first)
         for count in TOKENS

@@ -12,7 +12,7 @@ from h200 import KINDS, PARTS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
-NO_COMMANDS = {"kernel_sweeps.py", "peer_sums.py", "server_process.py", "timing.py"}
+NO_COMMANDS = {"kernel_sweeps.py", "peer_sums.py", "server_process.py"}
 """are imported by others"""
 
 
