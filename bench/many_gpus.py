@@ -13,7 +13,8 @@ Parts:
                       and from which size on they are the fastest; and sends between stages: microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
     step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
-                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp).
+                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp);
+                      70b-...: of one of 70 billion weights in fp8.
                       step-LAYOUT-nccl: the same with NCCL's sums alone, where it is asked for
     kill              ranks are killed every 90 s in mixed load: the error names the rank, no process is left, and the
                       next start gives the right tokens
@@ -41,7 +42,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
+from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS, in_catalogue
 
 from headrace.distributed.ranks import Ranks
 from headrace.environment import child_environment
@@ -75,6 +76,9 @@ LAYOUTS = {
     "tp2-pp2": Layout(tp=2, pp=2),
     "tp8": Layout(tp=8),
     "tp4-pp2": Layout(tp=4, pp=2),
+    "70b-tp2": Layout(tp=2),
+    "70b-pp2": Layout(pp=2),
+    "70b-tp8": Layout(tp=8),
     "moe-tp1": Layout(),
     "moe-tp2": Layout(tp=2),
     "moe-ep2": Layout(tp=2, ep=True),
@@ -87,7 +91,10 @@ LAYOUTS = {
     "moe-dp8": Layout(dp=8),
     "moe-dp8-ep8": Layout(dp=8, ep=True),
 }
-"""Those that begin with moe are of Qwen3-30B-A3B, others of Llama-3.1-8B."""
+"""Those that begin with moe are of Qwen3-30B-A3B, with 70b of Llama-3.1-70B in fp8, others of Llama-3.1-8B."""
+UNSCALED: dict[str, Any] = {"max_position_embeddings": 32768, "rope_scaling": None}
+CONFIGS = {"moe": QWEN3_30B_A3B, "70b": in_catalogue("llama-3.1-70b", "llama") | UNSCALED}
+"""of the models that a layout's name begins with"""
 TOKENS, HIDDEN = (1, 8, 32, 128, 512, 2048, 8192), 8192
 BATCHES = (1, 8, 32, 128)
 KILL_SECONDS, KILL_EVERY = 480.0, 90.0
@@ -106,13 +113,15 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
 
     folder = Path(options.work) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    sparse, (tp, pp, dp, ep, nodes) = layout.startswith("moe"), LAYOUTS[layout]
-    config = QWEN3_30B_A3B if sparse else LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
+    model, (tp, pp, dp, ep, nodes) = layout.partition("-")[0], LAYOUTS[layout]
+    config, sparse = CONFIGS.get(model, LLAMA_8B | UNSCALED), model == "moe"
     toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
     (folder / "config.json").write_text(json.dumps(config | toy if options.smoke else config))
     limits: dict[str, Any] = (
         {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
     )
+    if model == "70b" and not options.smoke:
+        more |= {"quantization": "fp8"}
     if nodes > 1:
         more |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": start_nodes(folder, LAYOUTS[layout])}
     return LLM(
@@ -295,6 +304,8 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     same: dict[str, bool] = {}
     for layout, spread in LAYOUTS.items():
         sparse = layout.startswith("moe")
+        if layout.startswith("70b"):  # in fp8, which does not go with --batch-invariant
+            continue
         if spread.gpus > min(options.gpus, 2 if sparse else options.gpus):
             continue
         exact = {"dtype": "float32"} if options.smoke and sparse else {"dtype": "bfloat16", "batch_invariant": True}
