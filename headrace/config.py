@@ -198,13 +198,22 @@ class EngineConfig:
         short="-dpn",
     )
     data_parallel_start_rank: int | None = parallel_knob(
-        None, "With a balancer between machines, the first engine of this one.", minimum=0, short="-dpr"
+        None, "The first of the engines that run on this machine, if that is not 0.", minimum=0, short="-dpr"
     )
     data_parallel_external_lb: bool = parallel_knob(
         False, "A balancer outside chooses the engine: start one server for each --data-parallel-rank.", short="-dpe"
     )
     data_parallel_hybrid_lb: bool = parallel_knob(
         False, "A balancer outside chooses the machine, and each server one of its own engines.", short="-dph"
+    )
+    data_parallel_address: str | None = parallel_knob(
+        None,
+        "Address of the machine that serves, on the network between machines that run engines of "
+        "--data-parallel-size; the others have --headless.",
+        short="-dpa",
+    )
+    data_parallel_rpc_port: int = parallel_knob(
+        29550, "Port on which it waits for them.", minimum=1, maximum=65535, short="-dpp"
     )
     enable_expert_parallel: bool = parallel_knob(
         False,
@@ -316,15 +325,19 @@ class EngineConfig:
             )
         if local is not None and local > size:
             raise ConfigError(f"data_parallel_size_local must be at most data_parallel_size ({size}), got {local}")
-        if not hybrid and rank is None and (local or size) != size:
+        apart = hybrid or self.data_parallel_address is not None
+        if not apart and rank is None and (local or size) != size:
             raise ConfigError(
-                f"data_parallel_size_local ({local}) leaves engines to other machines: add data_parallel_hybrid_lb and "
-                "a balancer in front of the machines' servers, or give data_parallel_rank"
+                f"data_parallel_size_local ({local}) leaves engines to other machines: add data_parallel_address and "
+                "start these with headless and data_parallel_start_rank; or add data_parallel_hybrid_lb and a balancer "
+                "in front of the machines' servers, or give data_parallel_rank"
             )
-        if start is not None and (not hybrid or start % (local or size) or start + (local or size) > size):
+        multiple = hybrid and start is not None and start % (local or size) != 0
+        if start is not None and (not apart or multiple or start + (local or size) > size):
             raise ConfigError(
-                "data_parallel_start_rank needs data_parallel_hybrid_lb, and must be a multiple of "
-                f"data_parallel_size_local ({local}) that leaves it room below data_parallel_size ({size}), got {start}"
+                "data_parallel_start_rank needs data_parallel_address, or data_parallel_hybrid_lb and a multiple of "
+                f"data_parallel_size_local ({local}), and must leave that room below data_parallel_size ({size}), got "
+                f"{start}"
             )
 
     def _check_nodes(self) -> None:
@@ -343,8 +356,7 @@ class EngineConfig:
         if self.data_parallel_size > 1:
             raise ConfigError(
                 f"nnodes ({self.nnodes}) spreads one engine over machines, and data_parallel_size is "
-                f"{self.data_parallel_size}: for engines on several machines start a server on each with "
-                "data_parallel_hybrid_lb, and nnodes 1"
+                f"{self.data_parallel_size}: for engines on several machines give data_parallel_address, and nnodes 1"
             )
 
     @property
@@ -360,15 +372,27 @@ class EngineConfig:
         start = self.data_parallel_start_rank or 0
         return range(start, start + (self.data_parallel_size_local or self.data_parallel_size))
 
-    def for_engine(self, rank: int) -> EngineConfig:
-        """Return the config of one of the engines that run here."""
+    @property
+    def is_further_machine(self) -> bool:
+        """Return whether a front end on another machine runs the engines that are here."""
+        return self.data_parallel_start_rank is not None and not self.data_parallel_hybrid_lb
+
+    @property
+    def remote_engines(self) -> range:
+        """Return which of the engines run on other machines, for the front end that is here."""
+        here = self.engine_ranks
+        own_door = self.data_parallel_hybrid_lb or self.data_parallel_rank is not None
+        return range(here.stop, here.stop if own_door else self.data_parallel_size)
+
+    def for_engine(self, rank: int, here: int | None = None) -> EngineConfig:
+        """Return the config of one of the engines, of which `here` run on its machine; None: it is this one."""
         if self.data_parallel_rank is not None:
             return self
-        here, requests = len(self.engine_ranks), self.expected_concurrency
+        requests, engines = self.expected_concurrency, len(self.engine_ranks) + len(self.remote_engines)
         return self.replace(
-            expected_concurrency=None if requests is None else -(-requests // here),
-            data_parallel_rank=rank, data_parallel_size_local=here, data_parallel_start_rank=None,
-            data_parallel_hybrid_lb=False,
+            expected_concurrency=None if requests is None else -(-requests // engines),
+            data_parallel_rank=rank, data_parallel_size_local=here or len(self.engine_ranks),
+            data_parallel_start_rank=None, data_parallel_hybrid_lb=False, data_parallel_address=None,
         )  # fmt: skip
 
     @property

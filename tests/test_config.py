@@ -118,7 +118,7 @@ SPREAD = {"nnodes": 2, "tensor_parallel_size": 4, "master_addr": "10.0.0.1"}
         ({"node_rank": 2}, r"node_rank must be less than nnodes \(2\), got 2"),
         ({"tensor_parallel_size": 3}, r"nnodes \(2\) must divide tensor_parallel_size x pipeline_parallel_size \(3\)"),
         ({"master_addr": None}, "nnodes above 1 needs master_addr"),
-        ({"data_parallel_size": 2}, r"start a server on each with data_parallel_hybrid_lb, and nnodes 1"),
+        ({"data_parallel_size": 2}, "give data_parallel_address, and nnodes 1"),
     ],
 )
 def test_machines_that_do_not_add_up_are_refused(changed: dict[str, Any], message: str) -> None:

@@ -27,9 +27,23 @@ def main(argv: list[str]) -> int:
     """Run the command until the server ends, or the first node's does, and return the exit code."""
     values = build_parser().parse(argv)
     config, server_config = build_config(EngineConfig, values), build_config(ServerConfig, values)
-    if server_config.headless and not config.node_rank:
-        raise ConfigError("headless is for the machines with node_rank 1 and above; the one with 0 serves")
-    if config.node_rank:
+    elsewhere = config.node_rank > 0 or config.is_further_machine
+    if server_config.headless and not elsewhere:
+        raise ConfigError(
+            "headless is for the machines with node_rank 1 and above, and for those with data_parallel_start_rank and "
+            "data_parallel_address; the first one serves"
+        )
+    if elsewhere and not (config.node_rank or server_config.headless):
+        raise ConfigError(
+            "data_parallel_start_rank needs headless, which the machines with data_parallel_address beside the first "
+            "are, or data_parallel_hybrid_lb, with which each serves"
+        )
+    if config.remote_engines and (server_config.api_server_count or 1) > 1:
+        raise ConfigError(
+            f"api_server_count must be 1 where engines are on other machines (data_parallel_address), got "
+            f"{server_config.api_server_count}"
+        )
+    if elsewhere:
         from headrace.engine.node import run_node
 
         return run_node(config)

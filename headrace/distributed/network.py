@@ -71,6 +71,14 @@ class Keys(msgspec.Struct, frozen=True):
             socket.setsockopt(option, value)
 
 
+def connect(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> None:
+    """Connect a socket to an address of this machine, or with `keys` of another one."""
+    if keys is None:
+        socket.connect(address)
+    else:
+        keys.connect(socket, address)
+
+
 def read_keys(secret: str, secret_file: str | None) -> Keys:
     """Return the keys of a secret, or of the one in a file. Raises ConfigError if there is none, or it is too short."""
     where = "HEADRACE_SECRET"
@@ -84,12 +92,12 @@ def read_keys(secret: str, secret_file: str | None) -> Keys:
     mended = "`openssl rand -hex 32` makes one, which must be the same on every node"
     if not secret:
         raise ConfigError(
-            f"nnodes above 1 needs a secret that the machines share, in HEADRACE_SECRET or a --secret-file: {mended}"
+            f"several machines need a secret that they share, in HEADRACE_SECRET or a --secret-file: {mended}"
         )
     if len(secret) < SECRET_CHARS:
         raise ConfigError(f"{where} must have at least {SECRET_CHARS} characters, got {len(secret)}: {mended}")
     if not zmq.has("curve"):
-        raise ConfigError("nnodes above 1 needs a ZeroMQ with CURVE, as in pyzmq's wheels; this build has none")
+        raise ConfigError("several machines need a ZeroMQ with CURVE, as in pyzmq's wheels; this build has none")
     return Keys.of(secret)
 
 

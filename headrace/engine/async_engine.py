@@ -19,6 +19,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient, CoreLink, JoinedCore
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.joined import meeting_of, settle_experts
+from headrace.engine.machines import Machines, RemoteCore
 from headrace.engine.messages import CoreFacts, Join
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind
@@ -101,6 +102,8 @@ class AsyncEngine:
             self.pooling_inputs = PoolingInputs(limits.pooling, self._inputs, tokenizer, templated)
         self.replicas = Replicas(clients, all_facts, shown, self.queue, tokenizer)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self.machines: Machines | None = None
+        """The other machines on which there are engines; None: there are none"""
         self._logging = None if facts.config.disable_log_stats else asyncio.create_task(self._log_stats())
 
     @classmethod
@@ -110,15 +113,24 @@ class AsyncEngine:
         folder = await asyncio.to_thread(model_folder, config)
         model_config = read_served_config(folder, config)
         sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
-        config = settle_experts(config, model_config)
+        given, config = config, settle_experts(config, model_config)
+        machines = Machines(given, config, folder) if config.remote_engines else None
         meeting = meeting_of(config)
         met = "" if meeting is None else meeting.name
         clients: dict[int, CoreLink] = {}
         for rank in config.engine_ranks:
             name = "core" if config.data_parallel_size == 1 else f"core {rank}"
             clients[rank] = AsyncMPClient(config.for_engine(rank), folder, executor, name, met)
+        if machines is not None:
+            clients |= {rank: RemoteCore(machines, rank) for rank in config.remote_engines}
         try:
-            return await cls._of(clients, config, folder, model_config)
+            engine = await cls._of(clients, config, folder, model_config)
+            engine.machines = machines
+            return engine
+        except BaseException:
+            if machines is not None:
+                await machines.close()
+            raise
         finally:
             if meeting is not None:
                 meeting.remove()
@@ -255,6 +267,8 @@ class AsyncEngine:
             self._logging.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self.replicas.shutdown(timeout)
+        if self.machines is not None:
+            await self.machines.close()
 
     async def _log_stats(self) -> None:
         """Log throughput every ten seconds, unless no token was processed."""

@@ -7,12 +7,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
+from headrace.distributed.network import Keys, port_of
 from headrace.distributed.ranks import LOOPBACK
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Join, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
@@ -37,16 +39,23 @@ class CoreLink:
     """Holds the two sockets between a front end and a core, whoever has started that. To be used from one event loop.
     Sending never waits. `receive` raises EngineDeadError once the core has failed or died."""
 
-    def __init__(self, requests: str, replies: str) -> None:
-        """`requests`, `replies`: addresses for the sockets, to which the core will connect."""
+    def __init__(self, requests: str, replies: str, keys: Keys | None = None) -> None:
+        """`requests`, `replies`: addresses for the sockets, to which the core will connect. `keys`: those of all
+        machines, if that is on another one."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.set(zmq.RCVHWM, 0)
         self._sender = zmq.Context(self._context).socket(zmq.PUSH)
         self._sender.set(zmq.SNDHWM, 0)
-        self._sender.bind(requests)
-        self._receiver.bind(replies)
+        bound: tuple[tuple[Any, str], ...] = ((self._sender, requests), (self._receiver, replies))
+        for socket, address in bound:
+            if keys is None:
+                socket.bind(address)
+            else:
+                keys.bind(socket, address)
+        self.ports = port_of(bound[0][0]), port_of(bound[1][0])
+        """at which another machine reaches them"""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._begin()
@@ -65,8 +74,15 @@ class CoreLink:
         raise NotImplementedError
 
     async def ready(self) -> CoreFacts:
-        """Wait until the core can take requests. Raises HeadraceError if it cannot start."""
-        raise NotImplementedError
+        """Wait until the core can take requests. An error of the core's start is raised here, as its own class."""
+        reply = await self._next()
+        if isinstance(reply, Failed):
+            what = f"the engine core could not start: {reply.error_class}: {reply.message}"
+            dead = reply.error_class == EngineDeadError.__name__
+            raise rebuild(reply.error_class, reply.message, EngineDeadError(what) if dead else HeadraceError(what))
+        if not isinstance(reply, Ready):
+            raise EngineDeadError(f"the engine core sent {type(reply).__name__} before it was ready")
+        return reply.facts
 
     async def again(self) -> CoreLink:
         """Return a link to the core that takes the place of this one, which has died; it need not be ready."""
@@ -201,18 +217,11 @@ class AsyncMPClient(CoreLink):
         return self._child.process.pid
 
     async def ready(self) -> CoreFacts:
-        """Wait until the core can take requests. An error of the core's start is raised here, as its own class."""
-        reply = await self._next()
-        if isinstance(reply, Failed):
-            what = f"the engine core could not start: {reply.error_class}: {reply.message}"
-            dead = reply.error_class == EngineDeadError.__name__
-            raise rebuild(reply.error_class, reply.message, EngineDeadError(what) if dead else HeadraceError(what))
-        if not isinstance(reply, Ready):
-            raise EngineDeadError(f"the engine core sent {type(reply).__name__} before it was ready")
+        facts = await super().ready()
         self._folder.remove()  # both ends are connected: nobody else can connect any more, and no file is left behind
         for other in self._others:
             self._send(other)
-        return reply.facts
+        return facts
 
     def join(self, front_end: Join) -> None:
         """Tell the core of a further front end, and so each core that takes its place."""

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     stop = _Stop()
     configure_logging(core_config.config.log_level, f"[{core_config.name}] ")
     context = zmq.Context()
-    front_ends = FrontEnds(context, core_config.requests, core_config.replies)
+    front_ends = FrontEnds(context, core_config.requests, core_config.replies, core_config.keys)
     core: EngineCore | None = None
     try:
         core = build_core(

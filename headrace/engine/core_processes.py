@@ -18,7 +18,7 @@ from headrace.engine.core_client import AsyncMPClient
 from headrace.engine.joined import BLAME_SECONDS, meeting_of, what_ended_all
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.router import EngineLoad, Speed, choose, chunk_keys
-from headrace.errors import EngineDeadError
+from headrace.errors import ConfigError, EngineDeadError
 from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats, StepTimes
 
 
@@ -28,6 +28,11 @@ class CoreProcesses:
 
     def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
         """Start the cores and wait until all can take requests. Raises UserError for whatever keeps one from it."""
+        if config.remote_engines:
+            raise ConfigError(
+                f"data_parallel_size_local must be data_parallel_size ({config.data_parallel_size}) in Python, got "
+                f"{config.data_parallel_size_local}: `headrace serve` runs engines on several machines"
+            )
         self._loop = asyncio.new_event_loop()
         self._joined = config.joined_engines > 1
         self._ended = False

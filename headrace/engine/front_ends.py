@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from headrace.distributed.network import Keys, connect
 from headrace.engine.messages import Add, Command, Join, Reply, Stepped
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, OtherFrontEnds
 
@@ -44,9 +45,12 @@ class _Asked:
 class FrontEnds:
     """Holds the front ends of a core, the one first that started it. To be used from one thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], requests: str, replies: str) -> None:
-        """`requests`, `replies`: addresses of the first front end's sockets."""
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], requests: str, replies: str, keys: Keys | None = None
+    ) -> None:
+        """`requests`, `replies`: addresses of the first front end's sockets; `keys`: see CoreConfig."""
         self._context = context
+        self._keys = keys
         self._poller = zmq.Poller()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(Command)
@@ -119,8 +123,8 @@ class FrontEnds:
         receiver, sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         receiver.set(zmq.RCVHWM, 0)
         sender.set(zmq.SNDHWM, 0)
-        receiver.connect(requests)
-        sender.connect(replies)
+        connect(receiver, requests, self._keys)
+        connect(sender, replies, self._keys)
         self._poller.register(receiver, zmq.POLLIN)
         self._all.append(FrontEnd(receiver, sender))
         return self._all[-1]

@@ -25,8 +25,9 @@ def settle_experts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if len(config.engine_ranks) != config.data_parallel_size:
         raise ConfigError(
             f"enable_expert_parallel spreads experts over all {config.data_parallel_size} engines of "
-            "data_parallel_size, which one server must start: leave out data_parallel_rank, data_parallel_external_lb "
-            "and data_parallel_hybrid_lb, or enable_expert_parallel"
+            "data_parallel_size, which one server must start on one machine: leave out data_parallel_rank, "
+            "data_parallel_external_lb, data_parallel_hybrid_lb and a smaller data_parallel_size_local, or "
+            "enable_expert_parallel"
         )
     if config.pipeline_parallel_size > 1:
         raise ConfigError(

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import structs
 
 from headrace.config import EngineConfig
+from headrace.distributed.network import Keys
 from headrace.planner.record import Decision
 from headrace.request import EngineCoreOutputs, EngineCoreRequest
 from headrace.sampling_params import SamplingParams
@@ -29,6 +30,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """how the log calls it"""
     meeting: str = ""
     """folder in which the cores meet that share their experts; empty: this one computes alone"""
+    keys: Keys | None = None
+    """of its addresses, if the front end is on another machine"""
 
 
 class CoreFacts(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Runs the ranks of one of several machines: what `headrace serve --headless` is.
+"""Runs the ranks of one of several machines, or its engines: what `headrace serve --headless` is.
 
-It joins the first machine's executor, starts the ranks that this asks for, and says when one has ended. The ranks
-themselves talk to the executor. They end when the connection does, and with them this process, but where the executor
-has said that there may be another.
+It joins the first machine's executor, starts the ranks that this asks for, and says when one has ended; or its front
+end, and the cores of engines. These themselves talk to the executor or front end. They end when the connection does,
+and with them this process, but where the executor has said that there may be another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.distributed.network import Keys, data_address, endpoint, read_keys
 from headrace.distributed.progress import Progress
 from headrace.engine.async_engine import model_folder
 from headrace.engine.build import with_local_draft
+from headrace.engine.messages import CoreConfig
 from headrace.environment import node_network, node_secret
 from headrace.errors import ConfigError, EngineDeadError
 from headrace.executor.messages import (
@@ -31,12 +32,13 @@ from headrace.executor.messages import (
     RankConfig,
     RankEnded,
     Refuse,
+    StartCore,
     StartRanks,
 )
 from headrace.executor.multiproc import start_rank
 from headrace.executor.nodes import JOIN_SECONDS, must_be_alike, settings_given
 from headrace.models.served import read_served_config
-from headrace.process import Child, SocketFolder, configure_logging
+from headrace.process import Child, SocketFolder, configure_logging, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,8 @@ NEXT_SECONDS = 10.0
 def run_node(config: EngineConfig) -> int:
     """Run ranks until the first machine's engine ends, or a signal comes; return the exit code. Raises UserError for
     what the user can mend, EngineDeadError if the engine has failed."""
-    configure_logging(config.log_level, f"[node {config.node_rank}] ")
+    name = f"node {config.node_rank}" if config.node_rank else f"engines from {config.data_parallel_start_rank} on"
+    configure_logging(config.log_level, f"[{name}] ")
     keys = read_keys(node_secret(), config.secret_file)
     folder = model_folder(config)
     read_served_config(folder, config)
@@ -73,16 +76,22 @@ class _Node:
         self._folder, self._keys = folder, keys
         self._draft = with_local_draft(config).speculative_config.get("model")
         """where this machine has the model that guesses tokens"""
-        self._master = resolve("master_addr", config.master_addr or "")
+        alike, given, own = must_be_alike(folder), settings_given(config), config.engine_ranks
+        if config.node_rank:
+            self._master, port = resolve("master_addr", config.master_addr or ""), config.master_port
+            self._join = Join(config.node_rank, alike, given)
+        else:
+            self._master = resolve("data_parallel_address", config.data_parallel_address or "")
+            port = config.data_parallel_rpc_port
+            self._join = Join(own.start, alike, given, len(own))
         self._address = data_address(*node_network(), self._master)
-        self._join = Join(config.node_rank, must_be_alike(folder), settings_given(config))
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(NodeCommand)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.LINGER, 500), (zmq.RECONNECT_IVL, RECONNECT_MS)):
             self._socket.setsockopt(option, value)
         self._events = self._socket.get_monitor_socket()
-        self._endpoint = endpoint(self._master, config.master_port)
+        self._endpoint = endpoint(self._master, port)
         keys.connect(self._socket, self._endpoint)
         self._connected = self._joined = False
         self._refusals = 0
@@ -91,7 +100,8 @@ class _Node:
         self._next = True
         """another executor may come"""
         self._order: StartRanks | None = None
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, tuple[int, Child]] = {}
+        """rank or engine -> the group as which it was asked for, and its process"""
         self._sockets: SocketFolder | None = None
         self._beaten = 0.0
 
@@ -138,20 +148,20 @@ class _Node:
     def _obey(self, command: NodeCommand) -> None:
         if isinstance(command, StartRanks):
             self._start(command)
+        elif isinstance(command, StartCore):
+            self._start_core(command)
         elif isinstance(command, EndRanks):
-            self._end_ranks()
+            self._end_ranks(command.rank)
             if command.why:
                 raise EngineDeadError(f"the engine of node 0 has ended: {command.why}")
-            self._next = True
+            self._next = self._next or command.rank is None
         elif isinstance(command, Refuse):
             raise ConfigError(f"node 0 refuses this node: {command.why}")
 
     def _start(self, order: StartRanks) -> None:
         self._end_ranks()
         self._joined, self._next = True, False
-        config = order.config
-        if self._draft is not None:
-            config = config.replace(speculative_config={**config.speculative_config, "model": self._draft})
+        config = self._with_draft(order.config)
         self._order = order
         self._sockets = SocketFolder()
         path = f"{self._sockets.name}/progress"
@@ -163,33 +173,52 @@ class _Node:
             started = RankConfig(
                 config, str(self._folder), rank, store, path, commands, replies, self._keys, order.group, self._address
             )
-            self._children[rank] = start_rank(started)
+            self._children[rank] = order.group, start_rank(started)
         logger.info("node 0 has this node run %s", ", ".join(f"rank {rank}" for rank in self._ranks))
 
+    def _with_draft(self, config: EngineConfig) -> EngineConfig:
+        """Return the config of a rank or engine with the path that the model which guesses tokens has here."""
+        if self._draft is None:
+            return config
+        return config.replace(speculative_config={**config.speculative_config, "model": self._draft})
+
+    def _start_core(self, order: StartCore) -> None:
+        self._end_ranks(order.rank)
+        self._joined, self._next = True, False
+        requests, replies = (endpoint(self._master, port) for port in (order.requests, order.replies))
+        core = CoreConfig(
+            self._with_draft(order.config), str(self._folder), requests, replies, name=f"core {order.rank}",
+            keys=self._keys,
+        )  # fmt: skip
+        child = spawn("headrace.engine.core_process", self._encoder.encode(core))
+        self._children[order.rank] = order.group, child
+        logger.info("the first machine has this one run engine %d", order.rank)
+
     def _look_at_ranks(self) -> None:
-        """Tell of ranks that have ended, and now and then how far the others have come."""
-        order = self._order
-        if order is None:
-            return
-        for rank, child in [*self._children.items()]:
+        """Tell of what has ended, and now and then that this node is there, and how far its ranks have come."""
+        for rank, (group, child) in [*self._children.items()]:
             if not child.is_alive():
                 del self._children[rank]
-                self._send(RankEnded(order.group, rank, child.process.returncode))
+                self._send(RankEnded(group, rank, child.process.returncode))
                 logger.error("rank %d died (exit code %d)", rank, child.process.returncode)
         if time.monotonic() - self._beaten > BEAT_SECONDS:
-            self._beaten = time.monotonic()
-            self._send(Beat(order.group, self._progress.lines(self._ranks)))
+            self._beaten, order = time.monotonic(), self._order
+            self._send(Beat() if order is None else Beat(order.group, self._progress.lines(self._ranks)))
             if self._sockets is not None and all(self._progress.read()[rank].taken for rank in self._ranks):
                 self._sockets.remove()  # all have opened its file, and a killed process leaves nothing behind
                 self._sockets = None
 
-    def _end_ranks(self) -> None:
-        self._order = None
-        for child in self._children.values():
+    def _end_ranks(self, only: int | None = None) -> None:
+        """End all ranks or cores, or only one."""
+        ended = [*self._children] if only is None else [rank for rank in (only,) if rank in self._children]
+        children = [self._children.pop(rank)[1] for rank in ended]
+        for child in children:
             child.process.kill()
-        for child in self._children.values():
+        for child in children:
             child.stop(timeout=0.0)
-        self._children = {}
+        if only is not None:
+            return
+        self._order = None
         if self._sockets is not None:
             self._sockets.remove()
 

@@ -112,17 +112,19 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """versions and files, which must be the first node's"""
     given: dict[str, str]
     """settings that the node was given, which must be the first node's too"""
+    engines: int = 0
+    """how many whole engines it runs, of which `node` is the first; 0: it runs ranks of one"""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Says that a node is still there, and how far its ranks have come."""
 
-    group: int
-    progress: bytes
+    group: int = 0
+    progress: bytes = b""
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Says that the process of a rank has ended by itself."""
+    """Says that the process of a rank, or of an engine's core, has ended by itself."""
 
     group: int
     rank: int
@@ -144,10 +146,23 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """the first node's ports"""
 
 
-class EndRanks(msgspec.Struct, frozen=True, tag=True):
-    """Ends the ranks of a node. `why`: what has failed, if anything."""
+class StartCore(msgspec.Struct, frozen=True, tag=True):
+    """Tells a node to run the core of one of its engines, in place of an earlier one."""
 
-    why: str
+    group: int
+    rank: int
+    config: EngineConfig
+    requests: int
+    replies: int
+    """the first node's ports"""
+
+
+class EndRanks(msgspec.Struct, frozen=True, tag=True):
+    """Ends the ranks or cores of a node. `why`: what has failed, if anything."""
+
+    why: str = ""
+    rank: int | None = None
+    """The one to end; None: all end, and the node may get another first node."""
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -160,4 +175,4 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks nothing: sending it shows whether the node is connected."""
 
 
-NodeCommand = StartRanks | EndRanks | Refuse | Ping
+NodeCommand = StartRanks | StartCore | EndRanks | Refuse | Ping

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from headrace.distributed.network import connect
 from headrace.distributed.progress import Progress
 from headrace.distributed.ranks import Place, Ranks
 from headrace.distributed.store import SharedStore
@@ -41,10 +42,7 @@ from headrace.runner.worker import Worker
 
 def _connect(config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    if config.keys is None:
-        socket.connect(address)
-    else:
-        config.keys.connect(socket, address)
+    connect(socket, address, config.keys)
     return socket
 
 

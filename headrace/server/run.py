@@ -153,6 +153,8 @@ async def _start(
     processes = None
     try:
         one_because = "" if server_config.runtime_lora_folder is None else "clients may load adapters"
+        if engine.machines is not None:
+            one_because = "engines on other machines have one front end"
         given = server_config.api_server_count
         decision = decide_http_processes(given, engine.num_engines, engine.most_output, one_because)
         if given is not None or engine.num_engines > 1:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import psutil
 import pytest
 
 from tests.serving import Serve, Served, gone, headrace
+from tests.speed import PATIENCE
 
 GOLDEN = ", there was a little girl named Lily. She loved to play outside"
 
@@ -33,6 +39,57 @@ def test_two_machines_serve_together_and_one_that_dies_ends_it(monkeypatch: pyte
         server.wait_for_health(503)
         assert "node 1 (127.0.0.1) with rank 1 is gone: its connection is closed" in server.text
         assert server.stop() == 0
+
+
+def test_engines_on_two_machines_share_a_door_and_a_machine_that_dies_takes_only_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADRACE_SECRET", "the secret of these two machines")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = probe.getsockname()[1]
+    flags = ["demo", "-dp", "2", "-dpl", "1", "--dtype", "float32"]
+    flags += ["--data-parallel-address", "127.0.0.2", "--data-parallel-rpc-port", str(port)]
+
+    def start_other() -> subprocess.Popen[str]:
+        return headrace("serve", *flags, "--data-parallel-start-rank", "1", "--headless")
+
+    with Served(start_other(), wait=False) as other, Serve(*flags) as server:
+        assert [len(each.children("headrace.engine.core_process")) for each in (server, other)] == [1, 1]
+        processes = [psutil.Process(server.process.pid), *server.children()]
+        assert listening(processes) <= {"127.0.0.1", "127.0.0.2"}  # its own door, and the network between machines
+        assert listening([psutil.Process(other.process.pid), *other.children()]) == set()
+        with ThreadPoolExecutor(4) as clients:  # whose answers come in one piece, so all are sent again
+            answers = [clients.submit(server.complete, max_tokens=400, ignore_eos=True) for _ in range(4)]
+            deadline = time.monotonic() + PATIENCE
+            while not runs_there(server):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            everything = other.children()
+            other.process.kill()
+            gone(everything)
+            assert [answer.result()[: len(GOLDEN)] for answer in answers] == [GOLDEN] * 4
+        assert server.health() == 200
+        assert "is gone: its connection is closed" in engine_states(server)["1"]
+        with Served(start_other(), wait=False) as again:
+            server.wait_for("engine 1 serves again")
+            assert engine_states(server) == {"0": "serving", "1": "serving"}
+            everything = again.children()
+            assert server.stop() == 0
+            assert again.process.wait(PATIENCE) == 0
+            gone(everything)
+
+
+def runs_there(server: Serve) -> bool:
+    """Whether the other machine's engine has requests."""
+    shown = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
+    return re.search(r'^vllm:num_requests_running\{engine="1".* [1-9]', shown, re.MULTILINE) is not None
+
+
+def engine_states(server: Serve) -> dict[str, str]:
+    """What each engine does, as /health says."""
+    found: dict[str, str] = httpx.get(f"{server.url}/health", timeout=PATIENCE).json()["engines"]
+    return found
 
 
 def listening(processes: list[psutil.Process]) -> set[str]:

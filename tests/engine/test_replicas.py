@@ -179,7 +179,7 @@ def test_offline_the_tokens_are_the_same() -> None:
         ({"data_parallel_rank": 1, "data_parallel_hybrid_lb": True}, "cannot stand beside"),
         ({"data_parallel_size_local": 5}, r"at most data_parallel_size \(4\), got 5"),
         ({"data_parallel_size_local": 2}, r"data_parallel_size_local \(2\) leaves engines to other machines"),
-        ({"data_parallel_start_rank": 2}, "needs data_parallel_hybrid_lb"),
+        ({"data_parallel_start_rank": 2}, "needs data_parallel_address, or data_parallel_hybrid_lb"),
         ({"data_parallel_hybrid_lb": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 1}, "multiple"),
     ],
 )

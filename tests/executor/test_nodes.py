@@ -213,7 +213,7 @@ def test_a_node_that_does_not_come_is_named_on_either_side(
 @pytest.mark.parametrize(
     ("secret", "settings", "message"),
     [
-        ("", {}, "nnodes above 1 needs a secret that the machines share, in HEADRACE_SECRET or a --secret-file"),
+        ("", {}, "several machines need a secret that they share, in HEADRACE_SECRET or a --secret-file"),
         ("short", {}, "HEADRACE_SECRET must have at least 16 characters, got 5"),
         (SECRET, {"secret_file": "/nowhere/secret"}, "secret_file '/nowhere/secret' cannot be read"),
         (SECRET, {"master_addr": "192.0.2.1"}, "master_addr 192.0.2.1 is no address of this machine, node 0"),
