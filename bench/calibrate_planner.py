@@ -29,7 +29,7 @@ from headrace.planner.cost import StepModel, StepWork
 from headrace.planner.deployment import Deployment
 from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, predict
-from headrace.planner.simulate import Segment, recost, simulate
+from headrace.planner.simulate import Segment, simulate
 
 MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"
 
@@ -83,7 +83,8 @@ class Row:
     def predict(self, model: StepModel) -> float:
         """Predict the figure, in the row's unit."""
         if self.kind == "throughput":
-            return self.batch * self.output_len / (recost(model, self.steps) + model.efficiency.request)
+            steps = sum(count * model.seconds(work) for work, count in self.steps)
+            return self.batch * self.output_len / (steps + model.efficiency.request)
         if self.kind == "tpot":
             load = Workload(self.input_len, self.output_len, self.batch)
             limits = replace(self.limits, max_num_seqs=self.batch)
@@ -255,9 +256,15 @@ def another_model() -> Experiment:
     return Experiment(title, published().fitted, rows("mi300x-vllm-70b"), 0.12, 0.25)
 
 
+def two_gpus() -> Experiment:
+    """Return headrace's rows of one H100, tested on those of two, whose sums are from the table of collectives."""
+    title = "headrace: one H100 fitted, TP2 on two"
+    return Experiment(title, rows("h100-headrace"), rows("h100-headrace-tp2"), 0.12, 0.50)
+
+
 def experiments() -> list[Experiment]:
     """Return every experiment."""
-    made = [published(), another_model()]
+    made = [published(), another_model(), two_gpus()]
     for engine in ("vllm", "headrace"):
         made += [*halves(engine), *without_models(engine)]
     return made

@@ -86,6 +86,8 @@ class Fitted:
     band: float
     """nine measured figures in ten are expected within this share of the prediction, on models that were not fitted"""
     origin: str
+    gpus: int = 1
+    """over how many the rows ran on which sums depend"""
 
 
 class _Data(msgspec.Struct):
@@ -116,9 +118,9 @@ def find_efficiency(chip: Chip, engine: str) -> Efficiency:
 def find_fitted(chip: Chip, engine: str) -> Fitted:
     """Find the constants of the chip and engine, or those of the vendor's measured chip with a wider band."""
     near = {"amd": "mi300x", "nvidia": "h200"}.get(chip.vendor, "cpu")
+    near = chip.name if engine in EFFICIENCIES.get(chip.name, {}) else near
     fitted = EFFICIENCIES[near].get(engine) or EFFICIENCIES[near]["headrace"]
     if chip.name == near:
         return fitted
-    same = chip.arch == CHIPS[near].arch
-    band = max(fitted.band, SAME_ARCHITECTURE if same else SAME_VENDOR)
-    return Fitted(fitted.constants, band, f"those of {CHIPS[near].title}: {fitted.origin}")
+    band = max(fitted.band, SAME_ARCHITECTURE if chip.arch == CHIPS[near].arch else SAME_VENDOR)
+    return Fitted(fitted.constants, band, f"those of {CHIPS[near].title}: {fitted.origin}", fitted.gpus)

@@ -282,7 +282,7 @@ class StepModel:
         self.traits = TRAITS[deployment.engine]
         self._host_overlap = host_overlap(chip, deployment.engine)
         self._graph_tokens = self.traits.graph_tokens or shape.most_in_pieces(deployment.weight_format, tp)
-        self.links = Links(chip, constants.link, constants.collective)
+        self.links = Links(chip, deployment.engine, constants.link, constants.collective)
         self.bandwidth = chip.memory_bandwidth * constants.bandwidth
         self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth
         self._peak = chip.flops.get("bf16") or chip.flops.get("fp16") or max(chip.flops.values())
@@ -367,12 +367,7 @@ class StepModel:
         seconds = self.links.all_reduce(tokens * width, parallel.tp)
         if not layer.mlp.num_experts or not parallel.dp_attention:
             return 2 * seconds
-        gpus = parallel.expert_gpus
-        gathered = self.links.gather_and_scatter(everywhere * width, gpus)
-        if not parallel.ep:
-            return seconds + gathered
-        copies = min(layer.mlp.experts_per_token, gpus) * everywhere / gpus
-        return seconds + min(gathered, 2 * self.links.exchange(copies * width, gpus))
+        return seconds + self.links.gather_and_scatter(everywhere * width, parallel.expert_gpus)
 
     def _between_stages(self, tokens: float) -> float:
         """Seconds in which pipeline stages pass hidden states on."""

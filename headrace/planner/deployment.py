@@ -41,14 +41,9 @@ class Deployment:
 
     @cached_property
     def partition(self) -> tuple[int, ...]:
-        """Return the layers of each pipeline stage, as the engine divides them; empty: there is one stage."""
+        """Return the layers of each pipeline stage, as headrace divides them; empty: there is one stage."""
         spec, stages = self.shape.spec, self.parallel.pp
-        if stages == 1:
-            return ()
-        if self.engine == "headrace":
-            return divide_layers(spec.layers, spec.vocab_size * spec.hidden_size, stages)
-        whole, left = divmod(len(spec.layers), stages)
-        return tuple(whole + (stages - 2 - left < stage <= stages - 2) for stage in range(stages))
+        return () if stages == 1 else divide_layers(spec.layers, spec.vocab_size * spec.hidden_size, stages)
 
     @cached_property
     def layer_bytes(self) -> tuple[dict[str, float], ...]:

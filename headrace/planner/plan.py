@@ -16,11 +16,11 @@ from headrace.planner.engines import layout_gaps
 from headrace.planner.fp8_cache import FP8
 from headrace.planner.memory_map import MemoryMap
 from headrace.planner.plan_request import PlanRequest
-from headrace.planner.predict import Prediction
+from headrace.planner.predict import Prediction, not_measured
 from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate, SearchResult, TooLarge, evaluate, score, search, simulated
-from headrace.planner.settings import PACE, engine_decisions, guessing_gain, parallel_decisions
+from headrace.planner.settings import PACE, engine_decisions, guessing_gain, parallel_decisions, summary
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
 from headrace.planner.speculation import speculation_gaps
@@ -196,7 +196,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
         concurrency=best.workload.concurrency,
         memory=best.memory,
         decisions=(
-            _count_decision(scenario),
+            _count_decision(scenario, exact),
             *parallel_decisions(scenario, result),
             scenario.dtype,
             scenario.quantization,
@@ -212,7 +212,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
     )
 
 
-def _count_decision(scenario: Scenario) -> Decision:
+def _count_decision(scenario: Scenario, exact: bool) -> Decision:
     field, count = "num_gpus", scenario.num_gpus
     if scenario.request.num_gpus is not None:
         return Decision(field, count, "given", source="user")
@@ -220,7 +220,10 @@ def _count_decision(scenario: Scenario) -> Decision:
         return Decision(field, count, "what this machine has", source="measured")
     if scenario.pinned_gpus is not None:
         return Decision(field, count, "what the given layout takes")
-    return Decision(field, count, "the fewest that hold it; --num-gpus takes more")
+    more = next((more for more in GPU_COUNTS if count < more <= scenario.chip.gpus_per_node), None)
+    found = _search(replace(scenario, num_gpus=more)).ranked if exact and more is not None else []
+    runner_up = f"{found[0].parallel.gpus}, as {found[0].name}: {summary(found[0])}" if found else ""
+    return Decision(field, count, "the fewest that hold it; --num-gpus takes more", runner_up)
 
 
 def _with_other_cache(scenario: Scenario, best: Candidate, exact: bool) -> Decision:
@@ -260,6 +263,8 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
             )
     if scenario.shape.plain_bytes == 4 and chip.vendor != "cpu":
         yield "products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower"
+    if unknown := not_measured(best.deployment):
+        yield f"never measured, so that the figures are within {prediction.error_band:.0%}: {', '.join(unknown)}"
     if request.speculative_config:
         yield f"guesses of tokens are not in the prediction: {guessing_gain(scenario, best)}"
     running, wanted = best.limits.max_num_seqs * best.parallel.dp, 0 if workload.request_rate else workload.concurrency

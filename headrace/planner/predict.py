@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError
+from headrace.planner.collectives import reckoned_sums
 from headrace.planner.constants import find_fitted
 from headrace.planner.cost import StepModel, StepWork, step_model
 from headrace.planner.deployment import Deployment
@@ -18,8 +19,7 @@ CLOSED_ROUNDS = 4
 PATIENCE = 60.0
 """Seconds for which a rate of requests that is too high is assumed to last."""
 UNLIKE = 1.5
-"""How much wider the error band is for pipeline stages, whole experts, data-parallel attention, several nodes, and
-latent or linear attention, of which nothing was measured."""
+"""How much wider the error band is where nothing like a deployment was measured."""
 MOST_BAND = 0.8
 
 
@@ -80,8 +80,6 @@ class Prediction:
     """nine measurements in ten are expected within this share of the prediction"""
     bound: str
     """what takes most of a typical step: a name of cost.PARTS"""
-    duration_s: float = 0.0
-    """of all `num_prompts`, where that is given"""
 
 
 @dataclass(frozen=True)
@@ -154,16 +152,26 @@ def predict(
         kv_tokens=kv_tokens * parallel.dp,
         error_band=error_band(deployment),
         bound=model.cost(StepWork(timing.running * ranks, rank.context)).bound,
-        duration_s=(workload.num_prompts or 0) / (timing.rate * ranks),
     )
 
 
 def error_band(deployment: Deployment) -> float:
     """Return the band of the constants, wider where nothing like this deployment was measured."""
-    band, parallel = find_fitted(deployment.chip, deployment.engine).band, deployment.parallel
-    unlike = parallel.pp > 1 or parallel.ep or parallel.dp_attention or parallel.tp > deployment.chip.gpus_per_node
-    unlike = unlike or any(group.mixer.kind != "gqa" for group in deployment.shape.groups)
-    return min(MOST_BAND, band * UNLIKE) if unlike else band
+    band = find_fitted(deployment.chip, deployment.engine).band
+    return min(MOST_BAND, band * UNLIKE) if not_measured(deployment) else band
+
+
+def not_measured(deployment: Deployment) -> list[str]:
+    """Name what of a deployment was counted and never measured."""
+    parallel = deployment.parallel
+    parts = {
+        reckoned_sums(deployment.chip, deployment.engine, parallel.tp): True,
+        "pipeline stages": parallel.pp > 1,
+        "whole experts on a GPU": parallel.ep,
+        "experts that ranks share": parallel.dp_attention,
+        "latent or linear attention": any(group.mixer.kind != "gqa" for group in deployment.shape.groups),
+    }
+    return [name for name, is_so in parts.items() if name and is_so]
 
 
 @dataclass(frozen=True)
@@ -206,11 +214,8 @@ def _at_once(rank: _Rank, count: float) -> _Timing:
     """`count` requests arrive together."""
     load, kv_tokens = rank.load, rank.limits.kv_tokens
     longest = load.input_len + load.output_len
-    started = min(count, rank.limits.max_num_seqs, int(kv_tokens / load.input_len))
-    if started * longest > kv_tokens:
-        if rank.model.deployment.engine == "vllm":
-            return _outgrowing(rank, count, float(started))
-        started = max(1, int(kv_tokens / longest))  # the scheduler looks ahead, and keeps the others waiting
+    # headrace looks ahead, and keeps those waiting that the cache does not hold to their end; vLLM preempts them.
+    started = min(count, rank.limits.max_num_seqs, max(1, int(kv_tokens / longest)))
 
     def wave_of(size: float) -> tuple[float, float]:
         return rank.prefill(size, size / 2), (load.output_len - 1) * rank.step(size)
@@ -231,40 +236,6 @@ def _at_once(rank: _Rank, count: float) -> _Timing:
         life=starts + answer,
         rate=count / (waves * wave + last_filling + last_decoding),
     )
-
-
-def _outgrowing(rank: _Rank, count: float, started: float) -> _Timing:
-    """As many start as their prompts allow; as they grow, the last are preempted, to be computed again at the end."""
-    input_len, output_len, kv_tokens = rank.load.input_len, rank.load.output_len, rank.limits.kv_tokens
-    first = rank.prefill(started, started / 2)
-    parts, seconds, tokens = 12, first, 0.0
-    running = started
-    for part in range(parts):
-        context = input_len + output_len * (part + 0.5) / parts
-        running = min(started, kv_tokens / context)
-        seconds += output_len / parts * rank.step(running, context=context)
-        tokens += output_len / parts * running
-    ended = min(running, kv_tokens / (input_len + output_len))
-    preempted = started - ended
-    progress = max(0.0, tokens - ended * output_len) / max(1.0, preempted)
-    left = max(0.0, count * output_len - tokens)
-    context = input_len + 0.75 * output_len
-    later = max(1.0, min(count - ended, kv_tokens / context))
-    again = preempted * (input_len + progress) + (count - started) * rank.load.input_len
-    refilling = again / rank.budget * rank.step(0.0, rank.budget, rank.budget / (input_len + progress))
-    rest = left / later * rank.step(later, context=context) + refilling
-    total = seconds + rest
-    mean = (ended * seconds + (count - ended) * (seconds + rest / 2)) / count
-    # Who has not started yet ends last, and runs as long as its answer takes then.
-    behind, own = count - started, output_len * rank.step(later, context=context)
-    queue = behind / max(1.0, count - ended) * rest
-
-    def start_of(place: float) -> float:
-        return place / started * first if place <= started else total - queue * (count - place) / behind - own
-
-    starts = (started * start_of(started / 2) + behind * start_of((started + count) / 2)) / count
-    between = (mean - starts) / max(1, output_len - 1)
-    return _Timing((tokens / output_len + later) / 2, start_of(count / 2), between, mean, count / total)
 
 
 def _open(rank: _Rank, rate: float) -> _Timing:

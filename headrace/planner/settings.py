@@ -185,8 +185,7 @@ def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
     """Decide what sums partial results over GPUs."""
     parallel, chip, field = best.parallel, scenario.chip, "all_reduce"
     if parallel.dp_attention and parallel.tp == 1:
-        value = "gather and scatter" if scenario.engine == "vllm" else "none yet"
-        return Decision(field, value, "ranks of attention sum nothing; tokens travel to the experts and back")
+        return Decision(field, "gather and scatter", "ranks of attention sum nothing; tokens go to experts and back")
     if parallel.tp == 1:
         return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
     name = "RCCL" if chip.vendor == "amd" else "NCCL"

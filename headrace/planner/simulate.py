@@ -85,7 +85,6 @@ class Simulation:
     e2e: Percentiles
     """time of a whole request"""
     num_requests: int
-    num_steps: int
     num_preemptions: int
     max_running: int
     segments: list[Segment] = field(repr=False)
@@ -118,12 +117,6 @@ def simulate(
         raise ConfigError(f"kv_tokens must be at least {needed} for the longest request, got {limits.kv_tokens}")
     model = model or step_model(deployment)
     return _Run(model, _scheduler(model.deployment, limits, longest), load, full, patience).result()
-
-
-def recost(model: StepModel, segments: Sequence[Segment]) -> float:
-    """Return the seconds of steps that were simulated before, with other constants."""
-    ranks = model.deployment.parallel.dp
-    return sum(steps * model.seconds(work.times(ranks)) for work, steps in segments)
 
 
 def _arrivals(load: Workload, ranks: int) -> tuple[list[float], int]:
@@ -208,7 +201,6 @@ class _Run:
             itl=Percentiles.of(self.gaps),
             e2e=Percentiles.of([(value + outside, weight) for value, weight in self.e2e]),
             num_requests=num_requests,
-            num_steps=sum(segment.steps for segment in self.segments),
             num_preemptions=self.num_preemptions,
             max_running=self.max_running * self.ranks,
             segments=self.segments,

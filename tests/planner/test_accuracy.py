@@ -37,7 +37,7 @@ def held(title: str, rows: Sequence[Row], errors: Sequence[float], median_bound:
     assert max(sizes) <= worst_bound
 
 
-SAMPLED = ("headrace, H200: first, third", "without 8b fp8")
+SAMPLED = ("headrace, H200: first, third", "without 8b fp8", "TP2")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.planner.catalogue import catalogue
 from headrace.planner.chips import CHIPS, find_chip
-from headrace.planner.collectives import Links
+from headrace.planner.collectives import MEASURED, Links
 from headrace.planner.constants import EFFICIENCIES, Efficiency, find_efficiency, find_fitted
 from headrace.planner.cost import StepModel, StepWork, distinct_experts, step_model
 from headrace.planner.parallel import Parallel
@@ -67,7 +69,7 @@ def test_more_work_takes_longer(model: str, work: StepWork) -> None:
 
 @pytest.mark.parametrize("field", ["bandwidth", "kv_bandwidth", "gemm", "attention", "link", "overlap"])
 def test_a_higher_share_is_faster(field: str) -> None:
-    where = deployment("llama-3.1-70b", parallel=Parallel(tp=8))
+    where = deployment("llama-3.1-70b", "b200", parallel=Parallel(tp=8))
     constants = find_efficiency(where.chip, where.engine)
     better = replace(constants, **{field: getattr(constants, field) * 1.1})
     assert StepModel(where, better).seconds(MIXED) < StepModel(where, constants).seconds(MIXED)
@@ -75,7 +77,7 @@ def test_a_higher_share_is_faster(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["kernel", "launch", "sequence", "collective"])
 def test_a_longer_fixed_time_is_slower(field: str) -> None:
-    where = deployment("llama-3.1-70b", parallel=Parallel(tp=8))
+    where = deployment("llama-3.1-70b", "b200", parallel=Parallel(tp=8))
     constants = find_efficiency(where.chip, where.engine)
     worse = replace(constants, **{field: getattr(constants, field) * 1.5})
     assert StepModel(where, worse).seconds(MIXED) > StepModel(where, constants).seconds(MIXED)
@@ -193,16 +195,31 @@ def test_other_chips_take_the_nearest_constants_with_a_wider_band() -> None:
 
 
 def test_collectives_cost_a_start_and_their_bytes() -> None:
-    switch = Links(find_chip("h200"), 0.7, 12e-6)
+    switch = Links(find_chip("h200"), "vllm", 0.7, 12e-6)
     assert switch.all_reduce(1e6, 1) == 0
     assert switch.all_reduce(0, 8) == pytest.approx(12e-6)
     assert switch.all_reduce(0, 2) == pytest.approx(6e-6)
     assert switch.all_reduce(1e9, 8) == pytest.approx(12e-6 + 2 * 7 / 8 * 1e9 / (0.7 * 450e9))
-    direct = Links(find_chip("mi300x"), 0.7, 12e-6)
+    direct = Links(find_chip("mi300x"), "vllm", 0.7, 12e-6)
     whole = direct.all_reduce(1e9, 8) - 12e-6
     assert whole == pytest.approx(2 * 7 / 8 * 1e9 / (0.7 * 448e9))
     assert direct.all_reduce(1e9, 2) > whole, "two GPUs have one of the seven links between them"
     assert switch.all_reduce(1e9, 16) > switch.all_reduce(1e9, 8)
     assert switch.gather_and_scatter(0, 8) > switch.all_reduce(0, 8)
-    assert switch.exchange(1e9, 8) < switch.all_reduce(1e9, 8)
     assert switch.send(1e6, other_node=True) > switch.send(1e6, other_node=False)
+
+
+def test_collectives_are_those_that_were_measured() -> None:
+    found, links = MEASURED["headrace"]["NVLink 4"], Links(find_chip("h100"), "headrace", 0.7, 12e-6)
+    results = json.loads((Path(__file__).parents[2] / "bench/results/two-gpus.json").read_text())["collectives"]
+    names = {"sum": "all_reduce", "library": "all_reduce-nccl", "send": "send"}
+    for name, points in found.microseconds.items():
+        for size, microseconds in points:
+            assert microseconds == results[names[name]][str(int(size) // 16384)]
+            assert found.read(name, size) == pytest.approx(1e-6 * microseconds)
+    assert links.all_reduce(524288, 2) == pytest.approx(1e-6 * results["all_reduce"]["32"])
+    assert links.all_reduce(2**28, 2) == pytest.approx(1e-6 * (465.3 + (465.3 - 138.3) * 4 / 3))
+    assert links.all_reduce(1, 2) < links.all_reduce(1, 4) < links.all_reduce(1, 8) == pytest.approx(2 * 2.278e-6)
+    assert links.send(1, other_node=False) == pytest.approx(49.81e-6)
+    rows = [links.gather_and_scatter(2 * tokens * 16384, 2) for tokens in (2048, 8192)]
+    assert rows == pytest.approx([1e-6 * results["exchange"][tokens] for tokens in ("2048", "8192")], rel=0.05)

@@ -137,10 +137,14 @@ def test_a_model_that_headrace_cannot_serve_has_no_attention_backend(tmp_path: P
 
 
 def test_gpus_that_nobody_counted_are_the_fewest_that_hold_the_model() -> None:
-    assert plan("llama-3.1-8b").num_gpus == 1
+    small = plan("llama-3.1-8b")
+    assert small.num_gpus == 1
+    assert re.fullmatch(r"2, as (TP2|2 x TP1): [\d.]+ ms a token, [\d,]+ tok/s", small.decision("num_gpus").runner_up)
     large = plan("llama-3.1-405b", "mi300x")
     assert (large.num_gpus, large.decision("num_gpus").source) == (8, "derived")
-    assert plan(tensor_parallel_size=4).num_gpus == 4
+    four = plan(tensor_parallel_size=4)
+    assert four.num_gpus == 4
+    assert any("sums over 4 GPUs (reckoned from 2 GPUs)" in notice for notice in four.notices)
     here = make_plan(PlanRequest(model="llama-3.1-8b"), (find_chip("h100"), 2))
     assert (here.chip.name, here.num_gpus, here.decision("num_gpus").source) == ("h100", 2, "measured")
 

@@ -19,6 +19,7 @@ from headrace.advice.explain.remark import (
 )
 from headrace.advice.explain.setting import Setting, object_of
 from headrace.config import CHECKPOINT_WORDS, GRAPH_MODES, QUANTIZATIONS
+from headrace.planner.collectives import reckoned_sums
 from headrace.planner.layouts import MANY_REQUESTS
 
 MOST_DRAFT_TOKENS = 2
@@ -48,6 +49,8 @@ def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
             f". The weights ({size(weights)}) fit {fewest} GPU{'s' * (fewest > 1)}: for throughput, {tp // fewest} "
             f"replicas of that size may carry more, as guides say; what they publish is all for {tp} as one"
         )
+    if case.chip is not None and (unknown := reckoned_sums(case.chip, case.line.engine, tp)):
+        text += f". Never measured: {unknown}"
     if case.shape is not None and case.shape.is_mla:
         text += f". Each GPU keeps the whole latent cache: from {MANY_REQUESTS} requests on, split it by requests"
     return fine(text, claim="replicas-always-beat-tensor-parallelism" if fewest and fewest < tp else "")
