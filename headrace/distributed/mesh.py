@@ -138,6 +138,8 @@ def init_mesh(
         raise ConfigError(f"rendezvous {rendezvous!r}: its folder does not exist")
     store = dist.FileStore(rendezvous, ranks.world) if isinstance(rendezvous, str) else rendezvous
     device = torch.device(device)
+    if progress is not None:
+        progress.enter("rendezvous")
     if device.type == "cuda":
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=ranks.world, timeout=timeout, device_id=device
@@ -167,7 +169,7 @@ def _groups(
     rank: int, ranks: Ranks, join: Callable[[str, list[int]], Group], progress: Progress | None
 ) -> dict[str, Any]:
     """Return the groups of `rank` that have other members. Every rank calls `join` for all groups, its own or not, in
-    one order; groups of the same ranks are one, but `back`."""
+    one order; groups of the same ranks are one, but `back`. `progress` has counted that the rank joins."""
     made: dict[tuple[int, ...], Group] = {}
     found: dict[str, Any] = {}
     for name, kind in GROUPS.items():
@@ -178,6 +180,8 @@ def _groups(
         own = tuple(ranks.members(kind, rank))
         if len(own) > 1:
             found[name] = made[own] if progress is None else _counted(made[own], name, progress)
+    if progress is not None:
+        progress.leave()
     return found
 
 

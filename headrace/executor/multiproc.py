@@ -45,6 +45,9 @@ POLL_MS = 200
 STALL_SECONDS = 30.0
 """How long no rank may move while a step is under way, or SLOWEST times as long as the slowest step so far took."""
 SLOWEST = 20
+START_SECONDS = 300.0
+"""How long no rank may move in a start, where one waits for others or all have met: between joining and their first
+check of a kernel they read weights, however long that takes. Collectives themselves wait twice as long."""
 ENDING_SECONDS = 1.0
 """How long a process may take to end whose connections are closed."""
 
@@ -116,6 +119,8 @@ class MultiprocExecutor:
         self._progress = Progress(Path(f"{base}-progress"), self._size)
         self._under_way: dict[int, float] = {}
         """step -> time.monotonic() when it was sent"""
+        self._starting = False
+        """Facts are awaited."""
         self._slowest = 0.0
         """seconds"""
         self._looked = 0.0
@@ -147,13 +152,11 @@ class MultiprocExecutor:
         return socket, 0
 
     def load(self) -> list[WorkerFacts]:
-        self._send(Load())
-        return self._profiled()
+        return self._profiled(Load())
 
     def profile(self, config: EngineConfig) -> list[WorkerFacts]:
         if not self._stuck:
-            self._send(Profile(config))
-            return self._profiled()
+            return self._profiled(Profile(config))
         for child in self._children:
             child.process.kill()
             child.stop(timeout=0.0)
@@ -162,16 +165,15 @@ class MultiprocExecutor:
         self._start(config)
         return self.load()
 
-    def _profiled(self) -> list[WorkerFacts]:
+    def _profiled(self, command: Command) -> list[WorkerFacts]:
         """Return the facts of every rank, or those up to the first whose step did not fit: the others may now wait for
         it inside a collective for ever, so that this group can do no more."""
-        facts = self._facts(stop_at_shortfall=True)
+        facts = self._facts(command, stop_at_shortfall=True)
         self._stuck = any(each.shortfall for each in facts)
         return facts
 
     def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
-        self._send(InitializeCache(num_pages))
-        facts = self._facts()
+        facts = self._facts(InitializeCache(num_pages))
         self._sockets.remove()  # all are connected, and a path that is gone is not left behind by a killed process
         return facts
 
@@ -232,13 +234,16 @@ class MultiprocExecutor:
                     if not socket.poll(POLL_MS, zmq.POLLOUT):
                         self._check_ranks()
 
-    def _facts(self, stop_at_shortfall: bool = False) -> list[WorkerFacts]:
-        """Wait for the facts of every rank, or until one reports a shortfall; return them in the order of ranks."""
-        self._answers = []
+    def _facts(self, command: Command, stop_at_shortfall: bool = False) -> list[WorkerFacts]:
+        """Send a command and wait for the facts of every rank, or until one reports a shortfall; return them in the
+        order of ranks."""
+        self._answers, self._starting, self._seen = [], True, ([], time.monotonic())
+        self._send(command)
         while len(self._answers) < self._size:
             self._receive(timeout_ms=POLL_MS)
             if stop_at_shortfall and any(answer.facts.shortfall for answer in self._answers):
                 break
+        self._starting = False
         return [answer.facts for answer in sorted(self._answers, key=lambda answer: answer.rank)]
 
     def _receive(self, timeout_ms: int) -> bool:
@@ -288,20 +293,24 @@ class MultiprocExecutor:
         return None
 
     def _check_that_ranks_move(self) -> None:
-        """Raise EngineDeadError, naming the rank that the others wait for, if a step is under way and none has moved
-        for long."""
+        """Raise EngineDeadError, naming the rank that the others wait for, if a step or a start is under way and none
+        has moved for long."""
         now = time.monotonic()
         if now - self._looked < POLL_MS / 1000:
             return
         self._looked = now
-        if not self._under_way:
+        ranks = self._progress.read()
+        if self._starting:
+            watched, most = any(one.waits or one.entered > 1 for one in ranks), START_SECONDS
+        else:
+            watched, most = bool(self._under_way), max(STALL_SECONDS, SLOWEST * self._slowest)
+        if not watched:
             self._seen = [], now
             return
-        ranks = self._progress.read()
         before, since = self._seen
         if ranks != before:
             self._seen = ranks, now
-        elif now - since > max(STALL_SECONDS, SLOWEST * self._slowest):
+        elif now - since > most:
             raise self._fail(EngineDeadError(f"no rank has moved for {now - since:.0f} s: {blame(ranks)}"))
 
     def _fail(self, error: HeadraceError) -> HeadraceError:

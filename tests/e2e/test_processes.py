@@ -80,20 +80,21 @@ def test_stop_while_starting(number: int, seconds: float) -> None:
 
 
 class TestTensorParallel:
-    def test_killed_rank_while_idle_turns_health_red(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_killed_rank_ends_open_requests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with tempfile.TemporaryDirectory() as sockets, monkeypatch.context() as environment:
             environment.setenv("TMPDIR", sockets)  # its own, as other servers of this machine use the usual one
             with Serve("demo", "-tp", "2", "--dtype", "float32") as server:
-                self.check_killed_idle_rank(server, Path(sockets))
+                self.check_killed_rank(server, Path(sockets))
 
-    def check_killed_idle_rank(self, server: Serve, sockets: Path) -> None:
+    def check_killed_rank(self, server: Serve, sockets: Path) -> None:
         assert len(server.ranks()) == 2
         assert not list(sockets.glob("headrace-*"))  # nothing is left behind by whoever is killed
         self.check_nobody_else_can_join(server)
         text = server.complete(max_tokens=8)
         assert len(text) > 8
-        ranks = server.ranks()
+        ranks, reader = server.ranks(), Reader(server)
         ranks[1].kill()
+        assert reader.error()["code"] == "engine_dead"
         server.wait_for_health(503)
         gone([server.process, *ranks][1:])
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
@@ -113,15 +114,15 @@ class TestTensorParallel:
         assert addresses == {"127.0.0.1"}
         assert {rank.environ()["NCCL_SOCKET_IFNAME"] for rank in server.ranks()} == {"lo"}  # of GPUs
 
-    @pytest.mark.slow  # `make test` kills a core with open requests, and ranks in a step
-    def test_killed_rank_ends_open_requests(self) -> None:
-        with Serve("demo", "-tp", "2") as server:
-            reader = Reader(server)
-            ranks = server.ranks()
-            ranks[0].kill()
-            assert reader.error()["code"] == "engine_dead"
-            assert server.health() == 503
-            gone(ranks)
+    @pytest.mark.slow  # `make test` kills one with open requests
+    def test_killed_rank_while_idle_turns_health_red(self) -> None:
+        """First and last stage, and a start in between, which works."""
+        for victim in (0, 3):
+            with Serve("demo", "-tp", "2", "-pp", "2") as server:
+                ranks = server.ranks()
+                ranks[victim].kill()
+                server.wait_for_health(503)
+                gone(ranks)
 
     def test_killed_server_takes_core_and_ranks_along(self) -> None:
         with Serve("demo", "-tp", "2", wait=False) as server:

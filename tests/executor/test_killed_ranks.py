@@ -72,12 +72,17 @@ def gone(children: list[Child]) -> None:
     assert not any(child.is_alive() for child in children)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_killed_mid_step(children: list[Child], stage: int) -> None:
-    """The other one waits for it inside a collective, and hears only that nobody answers."""
-    llm = LLM("demo", **SETTINGS)
-    said = signal_mid_step(llm, children[stage], signal.SIGKILL)
-    assert said == f"rank {stage} died (exit code -9)"
+KINDS = {"first of the first stage": 0, "tensor rank": 1, "answering": 2, "last of the last stage": 3}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "tensor rank" else pytest.mark.slow) for kind in KINDS]
+)
+def test_a_rank_killed_mid_step(children: list[Child], kind: str) -> None:
+    """The others wait for it inside collectives, and hear only that nobody answers."""
+    llm = LLM("demo", **SETTINGS, tensor_parallel_size=2)
+    said = signal_mid_step(llm, children[KINDS[kind]], signal.SIGKILL)
+    assert said == f"rank {KINDS[kind]} died (exit code -9)"
     gone(children)
     llm.shutdown()
 
@@ -92,18 +97,29 @@ def test_a_rank_that_hangs_is_noticed_and_named(children: list[Child]) -> None:
     assert not [child for child in psutil.Process().children() if child.pid in {one.process.pid for one in children}]
 
 
-def test_a_rank_killed_while_it_loads(children: list[Child], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "victim", "said"),
+    [
+        pytest.param(signal.SIGKILL, 0, r"rank 0 died \(exit code -9\)", marks=pytest.mark.slow),
+        (signal.SIGKILL, 1, r"rank 1 died \(exit code -9\)"),
+        (signal.SIGSTOP, 1, r"rank 1 has not moved since command 0, .*; rank 0 in rendezvous \(1\) waits"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_while_it_loads(
+    children: list[Child], monkeypatch: pytest.MonkeyPatch, number: int, victim: int, said: str
+) -> None:
     """Before the others have met it."""
 
-    def killing(module: str, config: bytes, environment: dict[str, str]) -> Child:
+    def signalling(module: str, config: bytes, environment: dict[str, str]) -> Child:
         child = spawn(module, config, environment)
-        if len(children) == 1:
-            child.process.kill()
+        if len(children) == victim:
+            os.kill(child.process.pid, number)
         children.append(child)
         return child
 
-    monkeypatch.setattr(multiproc, "spawn", killing)
-    with pytest.raises(EngineDeadError, match=r"rank 1 died \(exit code -9\)"):
+    monkeypatch.setattr(multiproc, "spawn", signalling)
+    monkeypatch.setattr(multiproc, "START_SECONDS", 1.0)
+    with pytest.raises(EngineDeadError, match=said):
         LLM("demo", **SETTINGS)
     gone(children)
 
