@@ -1,7 +1,7 @@
 """`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
 kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
-dtype, head size, branch of a kernel and so on comes up for its vendor, though not each beside each other: AMD's two
-targets, for which the tables pick the same, take turns.
+dtype, branch of a kernel and so on comes up for its vendor, though not each beside each other: AMD's two targets, for
+which the tables pick the same, take turns, and compile what they share once.
 One JSON line a kernel: what it is, spills, shared memory, whether it loads before it waits."""
 
 import itertools
@@ -65,11 +65,12 @@ SEQUENCES = Sequences(torch.zeros(4, 16, dtype=torch.int32), *torch.zeros(3, 16,
 TURN = {"sm_90": slice(None), "gfx942": slice(0, None, 2), "gfx950": slice(1, None, 2)}[sys.argv[1]]
 
 
-def grid(*axes):
-    """All combinations in a sweep, otherwise this target's share of as many as the longest axis has values."""
+def grid(*axes, most=None):
+    """All combinations in a sweep, otherwise this target's share of as many as the longest axis has values, of which
+    the first `most`."""
     if SWEEP:
         return list(itertools.product(*axes))
-    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))][TURN]
+    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))][TURN][:most]
 
 
 def turns(kinds):
@@ -92,7 +93,7 @@ def report(label, kernel, known):
 
 def compile_attention(family):
     known = set(map(id, compiled(attention._attention_kernel)))
-    for place, (dtype, head_dim, group) in enumerate(grid(DTYPES, (64, 96, 128, 256), (1, 4, 8))):
+    for place, (dtype, head_dim, group) in enumerate(grid(DTYPES, (128, 96, 64, 256), (1, 4, 8), most=2)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)
@@ -110,8 +111,7 @@ def compile_prefill(target):
     from headrace.kernels import prefill
 
     known = set(map(id, compiled(prefill._prefill_kernel)))
-    groups = (1, 4, 7) if SWEEP else (7, 1)  # that of gpt-oss is another power of two
-    for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), groups, (16, 64)):
+    for dtype, head_dim, group, block_size in grid(DTYPES, (128, 64), (7, 4, 1), (16, 64), most=1):  # 64: gpt-oss's too
         q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, "cuda", 1, copy_engine=True)
@@ -159,7 +159,7 @@ def compile_soft_caps(family):
     q, k, v = torch.zeros(64, 16, 256, dtype=torch.bfloat16).split((8, 4, 4), dim=1)
     cache, angles, grown = torch.zeros(2, 4, 16, 4, 256, dtype=torch.bfloat16), torch.zeros(8, 128), torch.zeros(256)
     sizes = (8, 4, 256, 2, family, 132)
-    for window in (None, 4096) if SWEEP else (4096,):
+    for _, window in turns((4096, None)[: None if SWEEP else 1]):
         config, splits = plan_decode(64, *sizes, window)
         decode.decode_attention(
             q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits, window, grown, grown, 1e-6, None, None,
@@ -175,7 +175,7 @@ def compile_soft_caps(family):
 def compile_decode(family):
     """Launches of the fused decode kernel for few and for many requests."""
     known, numbers = set(map(id, compiled(decode._decode_kernel))), torch.zeros(64, dtype=torch.int32)
-    for dtype, head_dim, requests in grid(DTYPES, (64, 128, 256), (1, 64)):
+    for dtype, head_dim, requests in grid(DTYPES, (64, 128, 256), (1, 64), most=2):
         q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
         config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
@@ -189,7 +189,7 @@ def compile_latents(target):
     family = TARGETS[target][0].backend
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = set()
-    rows = grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20))
+    rows = grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20), most=2)
     for place, (dtype, cache_dtype, heads) in enumerate(rows):
         cache = torch.zeros(1, 4, 16, 1, 576).to(cache_dtype or dtype)
         size = 1 if cache_dtype is not None and dtype.itemsize == 2 else dtype.itemsize
@@ -233,7 +233,7 @@ def compile_fp8_cache(target):
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
     numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
-    rows = grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1))
+    rows = grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1), most=2)
     for place, (dtype, head_dim, group, requests) in enumerate(rows):
         label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
@@ -263,11 +263,10 @@ def compile_fp8_cache(target):
 
 def compile_linears(family):
     known = set()
-    for (kind, itemsize, bucket), configs in CANDIDATES.items():
-        for config in one_of(configs, BUCKETS.index(bucket)):
-            if kind == family and itemsize == 2:
-                gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
-                report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
+    for place, bucket in turns(BUCKETS):
+        for config in one_of(CANDIDATES[family, 2, bucket], place):
+            gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
+            report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
 
 
 def compile_tiled(family):
@@ -330,7 +329,7 @@ def compile_experts(target):
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups", "int4 per output")
     counts = (1, 8, 128, 512, 2048)  # for each row of the tables
     if not SWEEP:  # so many for each target; what sets kinds apart is the linears' too
-        kinds, counts = ("mxfp4", "fp8 blocks", "int4 zeros", "nvfp4"), (2048, 2048, 1, 8)
+        kinds, counts = ("mxfp4", "fp8 blocks", "int4 zeros"), (2048, 8, 1)
     for kind, dtype, num_tokens in grid(kinds, DTYPES, counts):
         experts = replace(tiled_experts(kind, dtype), scales_input=kind in ("nvfp4", "fp8 blocks"))
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
@@ -421,7 +420,7 @@ def compile_rest():
     )  # fmt: skip
     known = set()
     for launch, kernels, given in launches:
-        for _, arguments in turns(given) or enumerate(given):
+        for _, arguments in turns(given):
             launch(*arguments)
         for kernel in kernels:
             report(kernel.__name__, kernel, known)
@@ -438,7 +437,7 @@ def compile_batch_invariant(family):
     for kernel in (matmul._matmul_kernel, matmul._add_parts_kernel, logsumexp._logsumexp_kernel):
         report(f"batch-invariant {kernel.__name__}", kernel, set())
     known = set(map(id, compiled(attention._attention_kernel)))
-    for head_dim, group in grid((64, 128), (1, 4, 8)):
+    for head_dim, group in grid((64, 128), (1, 4, 8), most=1):
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 4, 16, 2, head_dim, dtype=torch.bfloat16)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, family, 132, True)
@@ -451,11 +450,11 @@ def compile_narrow(target):
     narrow.DEVICE_FAMILY = family = TARGETS[target][0].backend
     fp8_type = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (gemm._gemv_kernel, gemm._skinny_kernel) for found in compiled(kernel)}
-    for kind, dtype, block, zeros in (
+    for _, (kind, dtype, block, zeros) in turns((
         ("fp8 blocks", fp8_type, (128, 128), False),
         ("int8", torch.int8, (0, 0), True),
         ("fp8", fp8_type, (0, 0), False),
-    ):
+    )):  # fmt: skip
         codes = torch.zeros(256, 4096, dtype=torch.uint8).view(dtype)
         scales = torch.zeros(2, 32) if block[0] else torch.zeros(256)
         weight = fp8.NarrowWeight(codes, scales, *block, torch.zeros(256) if zeros else None)
@@ -496,7 +495,7 @@ def compile_fp8(target):
 def compile_recurrent(target):
     """Gated delta-nets with heads of the sizes of Qwen3-Next, and smaller ones."""
     delta_scan.DEVICE_FAMILY, known = TARGETS[target][0].backend, set()
-    for dtype, (key_heads, value_heads, dim) in grid(DTYPES, ((16, 32, 128), (2, 2, 64))):
+    for dtype, (key_heads, value_heads, dim) in grid(DTYPES, ((16, 32, 128), (2, 2, 64)), most=1):
         apart = 2 * dim + 2 * dim * value_heads // key_heads
         places = gated_delta.Places(0, dim, 2 * dim, 3 * dim, apart, apart, 0, 2, 4)
         heads = gated_delta.DeltaHeads(key_heads, value_heads, dim, dim, 4, places)
@@ -523,7 +522,7 @@ def compile_adapters(family):
     """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest; and linears
     that add them by themselves."""
     known, ranks, slots = set(), torch.zeros(16, dtype=torch.int32), adapters.StepSlots(*torch.zeros(2, 64).int())
-    for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1)):
+    for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1), most=1):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
         weights = adapters.AdapterWeights(a, b, ranks, ranks[: parts + 1], (1024,) * parts, ranks)
         h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
@@ -535,7 +534,7 @@ def compile_adapters(family):
         given = adapters.Adapted(slots, weights, h)
         known |= {id(found) for kernel in (gemm._skinny_kernel, tiled_gemm._tiled_kernel) for found in compiled(kernel)}
         outputs, gated = parts * 1024, parts == 1
-        for bucket in BUCKETS[1:] if SWEEP else (64,):
+        for bucket in BUCKETS[1:] if SWEEP else (16,):
             for config in one_of(CANDIDATES[family, 2, bucket], parts):
                 x, weight = torch.zeros(bucket, 4096).bfloat16(), torch.zeros(outputs, 4096).bfloat16()
                 gemm.skinny_linear(x, weight, None, config, gated=gated, adapters=given)
@@ -554,9 +553,9 @@ def compile_index(target):
     """Indexes of the sizes of DeepSeek V3.2 and GLM-5, over 16-bit and fp8 keys: decodes, prompts, and the choice."""
     known, numbers = set(), torch.zeros(16, 1 << 14)
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
-    for dtype, heads, block_size in grid((torch.bfloat16, e4m3), (64, 32), (64, 1)):
+    for place, (dtype, heads, block_size) in enumerate(grid((torch.bfloat16, e4m3), (64, 32), (64, 1))):
         q, keys = torch.zeros(16, heads, 128).bfloat16(), torch.zeros(1, 4, block_size, 1, 128).to(dtype)
-        for decodes in (True, False):
+        for decodes in one_of((True, False), place):
             index.index_scores(q, q[:, :, 0], keys, SEQUENCES, numbers, 0, 2048, decodes)
             index.top_keys(numbers, SEQUENCES, torch.zeros(16, 2048, dtype=torch.int32), 0)
         for kernel in (index._index_scores_kernel, index._top_keys_kernel):

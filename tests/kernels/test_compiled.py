@@ -22,21 +22,24 @@ def test_kernels_compile_without_spilling(target, extent):
     assert done.returncode == 0, done.stderr[-4000:]
     found, sweep = [json.loads(line) for line in done.stdout.splitlines()], extent == "sweep"
     attention = [entry for entry in found if entry["kernel"].startswith("attention")]
-    sizes = 2 * 4 * 3 if sweep else 4 if target == "sm_90" else 2  # dtypes, head_dims, groups
-    assert len(attention) == (2 if sweep else 1) * sizes  # decode and prefill, which take turns
+    # of dtypes, head_dims, groups; decode and prefill, which take turns in a sample
+    assert len(attention) == (2 * 2 * 4 * 3 if sweep else 2)
     prefill = [entry for entry in found if entry["kernel"].startswith("prefill")]
-    assert len(prefill) == (target == "sm_90") * (24 if sweep else 2)
-    assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 26
+    assert len(prefill) == (target == "sm_90") * (24 if sweep else 1)
+    names = {entry["kernel"] for entry in found if entry["kernel"].startswith("_")}
+    of_two_ways = 11  # of all; what is launched in one way alone is gfx942's turn
+    assert len(names) == (26 if sweep or target != "gfx950" else of_two_ways)
     gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
     kinds = 3 if sweep or target == "sm_90" else 2 if target == "gfx942" else 1  # AMD's take turns
     assert len(gpt_oss) == kinds * 2 + (target == "sm_90")
     recurrent = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("recurrent")}
     assert len(recurrent) == 6
     experts = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("experts")}
-    assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
+    # two that AMD's matrix units do not take; those of one token are gfx942's turn
+    assert len(experts) == (10 if target == "sm_90" else 8 if sweep or target == "gfx942" else 7)
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)
     adapters = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("adapters")}
-    assert len(adapters) == (2 if target == "gfx950" and not sweep else 4)  # linears that add them are bfloat16's turn
+    assert len(adapters) == (2 if target == "gfx950" and not sweep else 4)  # linears that add them are gfx942's turn
     latents = [entry for entry in found if entry["kernel"].startswith("latents")]
     assert len(latents) >= (8 if sweep else 5)
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200

@@ -4,6 +4,7 @@ go through float32 and round as torch does. Casts from and to fp8, a few percent
 Dots are added up here, since numpy leaves them to the machine's BLAS, which picks an order of summation by the shape
 and by the processor: two tiles of one kernel would then differ in their last bits for no reason of the kernel's."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from triton.runtime import interpreter
 
 from tests.kernels.interpreter import quicken
 
+if os.environ.get("TRITON_INTERPRET") != "1":  # a file named on the command line comes here past collect_ignore
+    raise pytest.UsageError(
+        "tests/kernels/interpreted needs TRITON_INTERPRET=1 in the environment; without it Triton looks for a GPU"
+    )
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))  # kernel_sweeps
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
