@@ -12,7 +12,7 @@ from typing import Any
 
 import driver
 import pytest
-from tiny_configs import VARIANTS, save_tiny_model
+from tiny_configs import ALIKE, VARIANTS, save_tiny_model
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.attention.torch_sdpa import TorchSdpa
@@ -44,7 +44,9 @@ def computed_by_torch(architecture: str, folder: Path) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in SERVED]
+)
 def test_torch_computes_products_alone(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = {field.name: uncounted(getattr(REFERENCE_KERNELS, field.name)) for field in fields(REFERENCE_KERNELS)}
     monkeypatch.setattr(driver, "select_kernels", lambda _: replace(REFERENCE_KERNELS, **kernels))

@@ -449,7 +449,7 @@ def random_traffic(data: st.DataObject) -> None:
     Traffic(config, scripts, depth, drafts, seed).run(operations, unlucky)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_traffic(data: st.DataObject) -> None:
     random_traffic(data)

@@ -12,7 +12,7 @@ from headrace.structured_params import StructuredOutputsParams
 from tests.structured_outputs.random_schemas import SchemaMaker, random_value
 from tests.structured_outputs.support import accepts, matcher_of, write
 
-SCHEMAS = 500
+SCHEMAS = 300
 DRAFTS = (
     jsonschema.Draft4Validator,
     jsonschema.Draft6Validator,

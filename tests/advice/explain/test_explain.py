@@ -401,7 +401,7 @@ MODELS = ["m", LLAMA, QUARK, "deepseek-ai/DeepSeek-V3.2", "openai/gpt-oss-120b",
           "google/gemma-3-27b-it"]  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["serve", "bench latency", "bench throughput", "bench serve", "quantize"]),
     st.sampled_from(MODELS),
