@@ -68,6 +68,7 @@ ENGINE_PARTS = {
     "idle": "bf16",
     **{f"profile-{name}": name for name, model in MODELS.items() if model.batches and name != "bf16"},
     "drafts": "8b-eagle3",
+    "drafts-loaded": "8b-eagle3",
     "drafts-70b": "70b-eagle3",
 }
 """part -> the model whose engine it runs on"""
@@ -107,7 +108,7 @@ KINDS = {
     "cases": tuple(CASES),
 }
 """names for several parts"""
-DEFAULT_PARTS = tuple(part for part in FIGURES if not part.startswith(("profile-", "ceilings")))
+DEFAULT_PARTS = tuple(part for part in FIGURES if not part.startswith(("profile-", "ceilings", "drafts-loaded")))
 
 
 def grouped(parts: list[str]) -> list[list[str]]:
@@ -165,7 +166,7 @@ def run_cases(run: Run) -> None:
 
 def run_engine_parts(parts: list[str], run: Run) -> None:
     """Run the parts of one engine, which is loaded once."""
-    from h200_parts.drafts import draft_rows
+    from h200_parts.drafts import draft_rows, seldom_right_rows
     from h200_parts.offline import Bench, decode_rows, held_row, prefill_rows, throughput_rows
     from h200_parts.profile import attention_rows, idle_rows
 
@@ -182,6 +183,8 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                     held_row(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)
+            elif run.part == "drafts-loaded":
+                seldom_right_rows(bench, bench.model.loaded)
             elif bench.model.drafted:
                 draft_rows(bench)
             else:

@@ -266,8 +266,8 @@ def _recurrent(
     keys, values, apart = key_heads * key_dim, value_heads * value_dim, 2 * key_dim + 2 * group * value_dim
     by_head = Places(0, key_dim, 2 * key_dim, 2 * key_dim + group * value_dim, apart, apart, 0, group, 2 * group)
     by_part = Places(0, keys, 2 * keys, 2 * keys + values, key_dim, group * value_dim, 0, value_heads, group)
-    for places, taps in ((by_head, 4), (by_part, 3)):
-        heads = DeltaHeads(key_heads, value_heads, key_dim, value_dim, taps, places)
+    for places, taps, slots in ((by_head, 4, 1), (by_part, 3, 3)):
+        heads = DeltaHeads(key_heads, value_heads, key_dim, value_dim, taps, places, slots)
         weights = DeltaWeights(
             make.random(heads.channels, taps) * 0.5, make.uniform(value_heads) * 2 - 2, make.uniform(value_heads),
             make.random(value_dim), EPS,

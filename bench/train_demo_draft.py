@@ -198,7 +198,7 @@ def distill(draft: Module, pairs: Callable[[Tensor], Pairs], rows: Tensor, steps
     report(steps)
 
 
-def save_head(head: Head, model: Any, folder: Path) -> None:
+def save_head(head: Head, folder: Path) -> None:
     """Write the head as its authors do: config.json, and weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: one.bfloat16() if one.is_floating_point() else one for name, one in head.state_dict().items()}
@@ -207,7 +207,8 @@ def save_head(head: Head, model: Any, folder: Path) -> None:
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": len(head.tokens),
         "eagle_aux_hidden_state_layer_ids": TAPS, "tie_word_embeddings": False, "dtype": "bfloat16",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | changes, indent=2) + "\n")
+    config = json.loads((DEMO / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
@@ -230,7 +231,7 @@ def main() -> None:
         often = rows.flatten().bincount(minlength=model.config.vocab_size).topk(HEAD_TOKENS).indices
         head = Head(model, often.sort().values)
         distill(head, partial(head_pairs, model, head), *settings)
-        save_head(head, model, args.output)
+        save_head(head, args.output)
         return
     draft = first_layer(model)
     distill(draft, partial(draft_pairs, model, draft), *settings)

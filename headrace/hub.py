@@ -12,10 +12,14 @@ from pathlib import Path
 
 from headrace.errors import ModelNotFoundError
 
-DEMO_MODEL, DEMO_DRAFT = "demo", "demo-draft"
+DEMO_MODEL, DEMO_DRAFT, DEMO_HEAD = "demo", "demo-draft", "demo-eagle3"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
-EMBEDDED = {DEMO_MODEL: DEMO_FOLDER, DEMO_DRAFT: Path(__file__).parent / "demo_draft"}
-"""Models that come with the code: one that answers, and one that guesses tokens for it."""
+EMBEDDED = {
+    DEMO_MODEL: DEMO_FOLDER,
+    DEMO_DRAFT: Path(__file__).parent / "demo_draft",
+    DEMO_HEAD: Path(__file__).parent / "demo_eagle3",
+}
+"""Models that come with the code: one that answers, and two that guess tokens for it."""
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 IGNORED = ["*/*", "consolidated*"]

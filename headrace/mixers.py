@@ -258,6 +258,8 @@ class RecurrentState:
     """one projection gives what belongs to one key head side by side, not all queries, then all keys, and so on"""
     eps: float = 1e-6
     """of the norm behind the state"""
+    slots: int = 1
+    """states that a request keeps, one for each token of its decodes, so that guesses can be taken back"""
 
     kind = "state"
     window = sparse_top_k = turns = None
@@ -277,7 +279,8 @@ class RecurrentState:
     @property
     def state_values(self) -> int:
         """The number of values kept for a request, of all heads."""
-        return self.num_heads * self.head_dim * self.v_head_dim + self.taps * self.channels
+        window = (self.taps + self.slots - 1) * self.channels if self.taps else 0
+        return self.slots * self.num_heads * self.head_dim * self.v_head_dim + window
 
     def cache_share(self, ranks: int) -> float:
         """Return the share of the state that one of `ranks` holds."""

@@ -8,13 +8,13 @@ described in models/descriptions.py. This file imports no torch, so that planner
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from headrace.feed_forwards import DenseMLP, FeedForward
 from headrace.layer_parts import Norm, Norms, TextEmbedding, Turns
-from headrace.mixers import Attention, Mixer
+from headrace.mixers import Attention, Mixer, RecurrentState
 from headrace.parameters import Parameter, norm, total
 
 
@@ -181,6 +181,16 @@ class ModelSpec:
     """False: hidden states come in, of the stage before"""
     has_end: bool = True
     """False: the sum of the residual goes out, for the stage behind, without norm and head"""
+
+    def keeping(self, states: int) -> ModelSpec:
+        """Return the same model, of whose recurrent states requests keep so many."""
+        layers = (
+            replace(layer, mixer=replace(layer.mixer, slots=states))
+            if isinstance(layer.mixer, RecurrentState)
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def draft_weights(self) -> int:

@@ -46,7 +46,7 @@ def test_a_relative_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytes
     assert hub.resolve_model_folder("org/name").resolve() == (tmp_path / "org" / "name").resolve()
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-draft"])
+@pytest.mark.parametrize("name", ["demo", "demo-draft", "demo-eagle3"])
 def test_demo_is_the_embedded_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.EMBEDDED, name, tmp_path)
     with pytest.raises(ModelNotFoundError, match=f"embedded {name} model is missing"):

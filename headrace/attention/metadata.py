@@ -47,6 +47,8 @@ class AttentionMetadata:
     """takes over attention's calls while a step is captured in pieces around them: layers call cut(attend, q, kv_cache,
     metadata, *rest, shape=the result's for one token) in place of attend(q, kv_cache, metadata, *rest)"""
 
+    only_caches: bool = False
+    """what layers write to their caches is wanted alone, so that they leave attention out"""
     tapped: Tensor | None = None
     """[T, ...]: takes the inputs of the layers that the model taps, side by side; None: they are not wanted"""
 

@@ -37,6 +37,7 @@ from headrace.planner.record import Decision
 from headrace.planner.served import StepPrediction, decide_gain, predict_steps
 from headrace.planner.settings import all_settings
 from headrace.planner.smaller import fewer_pages, smaller_plan
+from headrace.planner.speculation import FIELD
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.table import resolve_format
 from headrace.scheduler.config import SchedulerConfig
@@ -90,7 +91,7 @@ def build_core(
             if part is not None:
                 part.shutdown()
         raise
-    guesses = log_decisions(decide_gain(loaded.config, prediction))
+    guesses = log_decisions([] if FIELD in measured else decide_gain(loaded.config, prediction))
     settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk), *guesses])
     watch = None if prediction is None else StepWatch(prediction)
     patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later

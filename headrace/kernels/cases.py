@@ -703,7 +703,7 @@ def gated_delta(
     table[:, 0] = make.some_of(len(counts) + 4, len(counts) + 6)
     starts = make.ints(0, *accumulate((*counts, 1)))
     sequences = Sequences(table, chosen.int(), starts, make.ints(*lengths, 0))
-    numbers = heads.state_size + heads.taps * heads.channels
+    numbers = heads.numbers
     arena = make.uniform(len(counts) + 6, numbers + 64)
     blocks = table[chosen, 0].long()
     for block, before in zip(blocks.tolist(), known, strict=False):
@@ -716,7 +716,7 @@ def gated_delta(
         states = memory[:, 32 : 32 + numbers]
         kernel(projected[:, :columns], own, heads, weights, states, sequences, out=out, **scan)
         for block, length in zip(blocks.tolist(), lengths, strict=False):  # rows of tokens that never were
-            states[block, heads.state_size :].view(heads.taps, -1)[length:] = 0.0
+            states[block, heads.slots * heads.state_size :].view(heads.ring, -1)[length:] = 0.0
         return out, memory
 
     yield Case(run, RECURRENT[make.dtype])

@@ -46,7 +46,9 @@ WARPS = {"cuda": 8, "hip": 4}
 """of a program that prepares a chunk: AMD's have twice the threads"""
 COLUMNS = {"cuda": 32, "hip": 16}
 """of a state that a program of the scan holds: with more, AMD's scalar registers run out"""
-OF_CHANNELS = ("TAPS", "KEY_HEADS", "GROUP", "KEY_DIM", "VALUE_DIM", "Q", "K", "V", "KEYS_APART", "VALUES_APART")
+OF_CHANNELS = (
+    "TAPS", "SLOTS", "KEY_HEADS", "GROUP", "KEY_DIM", "VALUE_DIM", "Q", "K", "V", "KEYS_APART", "VALUES_APART",
+)  # fmt: skip
 OF_CHUNKS = ("KEY_HEADS", "GROUP", "KEY_DIM", "VALUE_DIM", "BLOCK_K", "BLOCK_V", "B", "A", "GATES_APART")
 """What kernels that do so, and those that prepare chunks, are compiled for, of `sizes_of`"""
 
@@ -101,9 +103,9 @@ def _column_of(
 def _convolve_kernel(
     mixed_ptr, projected_ptr, states_ptr, conv_ptr, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr,
     token_stride, state_stride, block_table_stride, first_req, num_reqs, search_steps, STATE: tl.constexpr,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEYS_APART: tl.constexpr,
-    VALUES_APART: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SLOTS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS_APART: tl.constexpr, VALUES_APART: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the channels of TOKENS tokens behind the convolution; grid (tiles of tokens, blocks of channels)."""
     request, query_start, query_len, tile = find_request(
@@ -122,6 +124,7 @@ def _convolve_kernel(
     mixed = convolved(
         projected_ptr + first * token_stride, states_ptr + block.to(tl.int64) * state_stride + STATE, conv_ptr, column,
         channel, inside, lane, place, seq_len - query_len + place, place < query_len, token_stride, CHANNELS, TAPS,
+        SLOTS,
     )  # fmt: skip
     mixed_ptrs = mixed_ptr + first * CHANNELS + lane[:, None] * CHANNELS + channel[None, :]
     tl.store(mixed_ptrs, mixed.to(mixed_ptr.dtype.element_ty), mask=(place < query_len)[:, None] & inside[None, :])
@@ -203,15 +206,17 @@ def _delta_scan_kernel(
     out_ptr, u_ptr, w_ptr, p_ptr, q_ptr, k_ptr, decay_ptr, states_ptr, block_table_ptr, rows_ptr, query_start_loc_ptr,
     seq_lens_ptr, state_stride, block_table_stride, first_req, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, CHUNK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Go through a request's chunks for some columns of one value head's state; grid (tiles of columns, value heads,
-    requests). Writes outputs before their norm; padding's are zero."""
+    requests). Writes outputs before their norm; padding's are zero. Where there are several SLOTS, requests of so many
+    tokens are left out."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     request = first_req + tl.program_id(2)
     query_start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    if query_len == 0:
+    if query_len <= (SLOTS if SLOTS > 1 else 0):
         return
     seq_len = tl.load(seq_lens_ptr + request)
     block = tl.load(block_table_ptr + tl.load(rows_ptr + request).to(tl.int64) * block_table_stride)
@@ -224,8 +229,9 @@ def _delta_scan_kernel(
     state_ptrs = states_ptr + block.to(tl.int64) * state_stride
     state_ptrs += (head * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
     state = tl.zeros([BLOCK_K, TILE_V], tl.float32)
+    SIZE: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     if seq_len > query_len:
-        state = tl.load(state_ptrs, mask=inside, other=0.0)
+        state = tl.load(state_ptrs + (seq_len - query_len - 1) % SLOTS * SIZE, mask=inside, other=0.0)
     kind: tl.constexpr = u_ptr.dtype.element_ty
     keys = lane[:, None] * BLOCK_K + key[None, :]
     out_ptr += (query_start.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
@@ -251,7 +257,7 @@ def _delta_scan_kernel(
         mask = (lane < query_len - number * CHUNK)[:, None] & in_value[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         out_ptrs += CHUNK * VALUE_HEADS * VALUE_DIM
-    tl.store(state_ptrs, state, mask=inside)
+    tl.store(state_ptrs + (seq_len - 1) % SLOTS * SIZE, state, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_row", "end_row"])
@@ -279,9 +285,9 @@ def _gated_norm_kernel(
 def _keep_window_kernel(
     states_ptr, projected_ptr, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, token_stride, state_stride,
     block_table_stride, first_req, STATE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, Q: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, KEYS_APART: tl.constexpr, VALUES_APART: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEYS_APART: tl.constexpr, VALUES_APART: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Keep the channels of a request's latest tokens, as projected; grid (blocks of channels, requests). It is a launch
     of its own, since convolutions of the same step read what it overwrites."""
@@ -293,12 +299,13 @@ def _keep_window_kernel(
     channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     column = _column_of(channel, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM, Q, K, V, KEYS_APART, VALUES_APART)
     back = tl.arange(0, TOKENS)
-    kept = (back < TAPS) & (query_end - 1 - back >= query_start) & (seq_len + 0 * back > 0)
+    RING: tl.constexpr = TAPS + SLOTS - 1
+    kept = (back < RING) & (query_end - 1 - back >= query_start) & (seq_len + 0 * back > 0)
     mask = kept[:, None] & (channel < CHANNELS)[None, :]
     projected_ptr += (query_end - 1).to(tl.int64) * token_stride
     new = tl.load(projected_ptr + (-back * token_stride)[:, None] + column[None, :], mask=mask, other=0.0)
     states_ptr += block.to(tl.int64) * state_stride + STATE
-    place = (seq_len - 1 - back) % TAPS * CHANNELS
+    place = (seq_len - 1 - back) % RING * CHANNELS
     tl.store(states_ptr + place[:, None] + channel[None, :], new.to(tl.float32), mask=mask)
 
 
@@ -315,20 +322,19 @@ def gated_delta_scan(
 ) -> Tensor:
     """Compute the tokens of all requests from `first_req` on, before which each request has one token; else this is
     `gated_delta_step`, to any number of tokens of a request. `in_turn`: one token after the other, so that its result
-    does not depend on how its prompt is cut into steps. Rows of `out` before `first_req` are left as they are."""
+    does not depend on how its prompt is cut into steps. Rows of `out` before `first_req` are left as they are. Of
+    requests with at most `heads.slots` tokens, or `in_turn`, the states behind all of them are kept, else behind the
+    last alone."""
     num_tokens, num_reqs = len(projected), len(sequences.rows) - first_req
     if out is None:
         out = projected.new_empty((num_tokens, heads.value_heads * heads.value_dim))
     if num_tokens <= first_req or num_reqs <= 0:
         return out
     sizes, (table, rows, starts, lengths) = sizes_of(heads), sequences
-    channels = {"STATE": heads.state_size, "CHANNELS": heads.channels, "WIDTH": WIDTH, "num_warps": 4}
+    channels = {"STATE": heads.slots * heads.state_size, "CHANNELS": heads.channels, "WIDTH": WIDTH, "num_warps": 4}
     channels |= {name: sizes[name] for name in OF_CHANNELS}
     strides = (projected.stride(0), states.stride(0), table.stride(0), first_req)
-    if in_turn:
-        behind = Sequences(table, rows[first_req:], starts[first_req:], lengths[first_req:])
-        delta_steps(projected, gates, heads, weights, states, behind, out, many=True)
-    else:
+    if not in_turn:
         mixed = projected.new_empty((num_tokens, heads.channels))
         all_reqs = len(rows), (num_reqs - 1).bit_length()
         blocks = -(-heads.channels // WIDTH)
@@ -340,7 +346,10 @@ def gated_delta_scan(
         own = {name: sizes[name] for name in ("GROUP", "VALUE_DIM", "BLOCK_V", "Z", "VALUES_APART")}
         own |= {"VALUE_HEADS": heads.value_heads, "TOKENS": TOKENS, "num_warps": 4}
         launch(_gated_norm_kernel, (-(-(num_tokens - first_req) // TOKENS), heads.value_heads, 1), of_norm, own)
-    keywords = {**channels, "TOKENS": next_power_of_2(heads.taps)}
+    if in_turn or heads.slots > 1:
+        behind = Sequences(table, rows[first_req:], starts[first_req:], lengths[first_req:])
+        delta_steps(projected, gates, heads, weights, states, behind, out, many=True, short=not in_turn)
+    keywords = {**channels, "TOKENS": next_power_of_2(heads.ring)}
     kept = (states, projected, *sequences, *strides)
     launch(_keep_window_kernel, (-(-heads.channels // WIDTH), num_reqs, 1), kept, keywords)
     return out
@@ -366,7 +375,7 @@ def _scan_chunks(
     launch(_delta_chunks_kernel, (chunks, count, 1), arguments, keywords)
     tile = min(block_v, COLUMNS[DEVICE_FAMILY])
     of_scan = (out, *made, decays, states, *sequences, states.stride(0), sequences.block_table.stride(0), first_req)
-    keywords = {name: sizes[name] for name in ("KEY_DIM", "VALUE_DIM", "BLOCK_K", "BLOCK_V")}
+    keywords = {name: sizes[name] for name in ("KEY_DIM", "VALUE_DIM", "BLOCK_K", "BLOCK_V", "SLOTS")}
     keywords |= {"VALUE_HEADS": count, "TILE_V": tile, "CHUNK": CHUNK, "num_warps": 4}
     if mixed.dtype == torch.float32:  # which has no room in shared memory for what is read ahead
         keywords["num_stages"] = 1
@@ -399,24 +408,26 @@ def gated_delta_scan_reference(
             out[begin:end] = 0
             continue
         known = lengths[request] - (end - begin)
-        own = states[blocks[request]]
-        if not known:
-            own.zero_()
+        own, matrices = states[blocks[request]], heads.slots * heads.state_size
         parts = taken_apart(projected[begin:end], gates[begin:end], heads, weights)
-        window = own[heads.state_size :].view(heads.taps, heads.channels)
+        window = own[matrices:].view(heads.ring, heads.channels)
         before = torch.arange(known - heads.taps + 1, known, device=own.device)
-        history = window[before % heads.taps].masked_fill((before < 0)[:, None], 0.0)
+        history = window[before % heads.ring].masked_fill((before < 0)[:, None], 0.0)
         rows = torch.cat((history, parts.mixed))
         taps = (rows[back : back + end - begin] * weights.conv[:, back].float() for back in range(heads.taps))
         q, k, v = queries_keys_values(F.silu(sum(taps, torch.zeros_like(parts.mixed))), heads)
-        state, found, size = own[: heads.state_size].view(heads.state_shape), [], 1 if in_turn else CHUNK
+        kept, found, done = own[:matrices].view(heads.slots, *heads.state_shape), [], known
+        state = kept[(known - 1) % heads.slots] if known else torch.zeros_like(kept[0])
+        size = 1 if in_turn or end - begin <= heads.slots else CHUNK
         for chunk in zip(*(x.split(size) for x in (q, k, v, parts.log_decay, parts.beta)), strict=True):
-            read, written = _chunk_reference([x.transpose(0, 1) for x in chunk], state)
-            state.copy_(written)
+            read, state = _chunk_reference([x.transpose(0, 1) for x in chunk], state)
             found.append(read.transpose(0, 1))
+            done += len(found[-1])
+            if size == 1 or done == lengths[request]:
+                kept[(done - 1) % heads.slots] = state
         out[begin:end] = normed_and_gated(torch.cat(found), parts.z, weights)
-        latest = torch.arange(max(known, known + end - begin - heads.taps), known + end - begin, device=own.device)
-        window[latest % heads.taps] = parts.mixed[latest - known]
+        latest = torch.arange(max(known, known + end - begin - heads.ring), known + end - begin, device=own.device)
+        window[latest % heads.ring] = parts.mixed[latest - known]
     return out
 
 

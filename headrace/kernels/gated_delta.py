@@ -50,6 +50,8 @@ class DeltaHeads(NamedTuple):
     taps: int
     """tokens that the convolution sees, the latest included"""
     places: Places
+    slots: int = 1
+    """states that a request keeps, those behind its latest tokens: all but one of them may be guesses"""
 
     @property
     def group(self) -> int:
@@ -65,6 +67,16 @@ class DeltaHeads(NamedTuple):
     def state_size(self) -> int:
         """The number of values of a request's matrices."""
         return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def ring(self) -> int:
+        """The tokens of a request's window."""
+        return self.taps + self.slots - 1
+
+    @property
+    def numbers(self) -> int:
+        """The number of values that a request keeps."""
+        return self.slots * self.state_size + self.ring * self.channels
 
     @property
     def channels(self) -> int:
@@ -87,9 +99,10 @@ class DeltaWeights(NamedTuple):
     """of the norm"""
 
 
-# A state # [numbers] float32 of a request: its matrices # [value heads, key, value], then the convolution's window
-# [taps, channels], in which the token at position p is in row p % taps. So a token's own row is none of those that it
-# reads, and programs of one launch need not wait for each other.
+# What a request keeps # [numbers] float32: its states # [slots, value heads, key, value], of which the one behind the
+# token at position p is in slot p % slots, then the convolution's window # [ring, channels], in which that token is in
+# row p % ring. So whichever of a step's guesses are right, what the next step begins with is there; a token's own row
+# is none of those that it reads, and programs of one launch need not wait for each other.
 
 
 @triton.jit
@@ -103,7 +116,7 @@ def within(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def convolved(
     new_ptr, old_ptr, conv_ptr, column, channel, inside, lane, place, position, live, token_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Return silu of the convolution of some channels of some tokens # [tokens, channels], in fp32; zeros where a token
     is not `live`.
@@ -119,7 +132,7 @@ def convolved(
         value = tl.load(new, mask=(live & (place >= back))[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if back > 0:
             kept = live & (place < back) & (position >= back)
-            old = old_ptr + ((position - back) % TAPS * CHANNELS)[:, None] + channel[None, :]
+            old = old_ptr + ((position - back) % (TAPS + SLOTS - 1) * CHANNELS)[:, None] + channel[None, :]
             value += tl.load(old, mask=kept[:, None] & inside[None, :], other=0.0)
         total += value * weight[None, :]
     return total / (1.0 + tl.exp(-total))
@@ -158,10 +171,11 @@ def _delta_step_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TAPS: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, Z: tl.constexpr, KEYS_APART: tl.constexpr, VALUES_APART: tl.constexpr, B: tl.constexpr,
-    A: tl.constexpr, GATES_APART: tl.constexpr, MANY: tl.constexpr, OVERLAP: tl.constexpr,
+    A: tl.constexpr, GATES_APART: tl.constexpr, SLOTS: tl.constexpr, MANY: tl.constexpr, SHORT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute a request's tokens one after the other; grid (value heads, requests). MANY: there may be more than one,
-    and the window is left as it was."""
+    and the window is left as it was. SHORT: requests of more than SLOTS tokens are left out."""
     head = tl.program_id(0)
     request = tl.program_id(1)
     key_head = head // GROUP
@@ -172,6 +186,8 @@ def _delta_step_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     begin = tl.load(query_start_loc_ptr + request)
     end = tl.load(query_start_loc_ptr + request + 1)
+    if SHORT and end - begin > SLOTS:
+        return
     table_row = tl.load(rows_ptr + request).to(tl.int64)
     block = tl.load(block_table_ptr + table_row * block_table_stride)
     known = seq_len - (end - begin)  # tokens before this step's
@@ -183,12 +199,14 @@ def _delta_step_kernel(
     state_ptrs = states_ptr + (head * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
     inside = in_key[:, None] & in_value[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    SIZE: tl.constexpr = VALUE_HEADS * KEY_DIM * VALUE_DIM
     if known > 0:
-        state = tl.load(state_ptrs, mask=inside, other=0.0)  # no kernel of this step has written it
+        # no kernel of this step has written it
+        state = tl.load(state_ptrs + (known - 1) % SLOTS * SIZE, mask=inside, other=0.0)
     q_channel = key_head * KEY_DIM + key
     k_channel = ALL_KEYS + q_channel
     v_channel = 2 * ALL_KEYS + head * VALUE_DIM + value
-    window_ptr = states_ptr + VALUE_HEADS * KEY_DIM * VALUE_DIM
+    window_ptr = states_ptr + SLOTS * SIZE
     q_column = Q + key_head * KEYS_APART + key
     k_column = K + key_head * KEYS_APART + key
     v_column = V + key_head * VALUES_APART + member * VALUE_DIM + value
@@ -208,15 +226,15 @@ def _delta_step_kernel(
         new_ptr = projected_ptr + at * token_stride
         q = convolved(
             new_ptr, window_ptr, conv_ptr, q_column, q_channel, in_key, one, place, position, live, token_stride,
-            CHANNELS, TAPS,
+            CHANNELS, TAPS, SLOTS,
         )  # fmt: skip
         k = convolved(
             new_ptr, window_ptr, conv_ptr, k_column, k_channel, in_key, one, place, position, live, token_stride,
-            CHANNELS, TAPS,
+            CHANNELS, TAPS, SLOTS,
         )  # fmt: skip
         v = convolved(
             new_ptr, window_ptr, conv_ptr, v_column, v_channel, in_value, one, place, position, live, token_stride,
-            CHANNELS, TAPS,
+            CHANNELS, TAPS, SLOTS,
         )  # fmt: skip
         q = tl.sum(q * (inverse_length(q) * KEY_DIM**-0.5)[:, None], axis=0)
         k = tl.sum(k * inverse_length(k)[:, None], axis=0)
@@ -231,10 +249,13 @@ def _delta_step_kernel(
         out = gated_norm(out, z[None, :], weight, eps, VALUE_DIM)
         out_ptrs = out_ptr + (at * VALUE_HEADS + head) * VALUE_DIM + value[None, :]
         tl.store(out_ptrs, tl.where(seq_len > 0, out, 0.0).to(out_ptr.dtype.element_ty), mask=in_value[None, :])
+        if MANY and SLOTS > 1:  # the last one's is stored below, as in any case
+            mask = inside & (seq_len > 0) & (row < end - 1)
+            tl.store(state_ptrs + (known + row - begin) % SLOTS * SIZE, state, mask=mask)
     if seq_len > 0:
-        tl.store(state_ptrs, state, mask=inside)
+        tl.store(state_ptrs + (seq_len - 1) % SLOTS * SIZE, state, mask=inside)
     if not MANY:
-        window_ptr += (seq_len - 1) % TAPS * CHANNELS
+        window_ptr += (seq_len - 1) % (TAPS + SLOTS - 1) * CHANNELS
         projected_ptr += tl.cast(begin, tl.int64) * token_stride
         in_value = in_value & (seq_len + 0 * value > 0)
         new_v = tl.load(projected_ptr + v_column, mask=in_value, other=0.0)
@@ -254,7 +275,7 @@ def sizes_of(heads: DeltaHeads) -> dict[str, int]:
         "BLOCK_K": max(16, next_power_of_2(heads.key_dim)), "BLOCK_V": max(16, next_power_of_2(heads.value_dim)),
         "TAPS": heads.taps, "Q": places.q, "K": places.k, "V": places.v, "Z": places.z,
         "KEYS_APART": places.keys_apart, "VALUES_APART": places.values_apart, "B": places.b, "A": places.a,
-        "GATES_APART": places.gates_apart,
+        "GATES_APART": places.gates_apart, "SLOTS": heads.slots,
     }  # fmt: skip
 
 
@@ -267,6 +288,7 @@ def delta_steps(
     sequences: Sequences,
     out: Tensor,
     many: bool,
+    short: bool = False,
 ) -> None:
     """Launch the kernel above for all requests of `sequences`."""
     requests = len(sequences.rows)
@@ -279,7 +301,7 @@ def delta_steps(
         sequences.block_table, sequences.rows, sequences.query_start_loc, sequences.seq_lens, weights.eps,
         projected.stride(0), gates.stride(0), states.stride(0), sequences.block_table.stride(0),
     )  # fmt: skip
-    keywords = {**sizes, "MANY": many, "num_warps": 8 if block > 4096 else 4, **overlap()}
+    keywords = {**sizes, "MANY": many, "SHORT": short, "num_warps": 8 if block > 4096 else 4, **overlap()}
     launch(_delta_step_kernel, (heads.value_heads, requests, 1), arguments, keywords)
 
 
@@ -367,19 +389,22 @@ def gated_delta_step_reference(
     table, rows, query_start_loc, seq_lens = (x.long() for x in sequences)
     tokens, blocks = query_start_loc[:-1], table[rows, 0]
     live, positions = seq_lens > 0, seq_lens - 1
-    kept = states[blocks].masked_fill_((positions <= 0)[:, None], 0.0)
-    window = kept[:, heads.state_size :].view(-1, heads.taps, heads.channels)
+    kept, matrices = states[blocks], heads.slots * heads.state_size
+    window = kept[:, matrices:].view(-1, heads.ring, heads.channels)
     now = taken_apart(projected[tokens], gates[tokens], heads, weights)
     each = torch.arange(len(rows), device=rows.device)
-    window[each, positions % heads.taps] = now.mixed
+    window[each, positions % heads.ring] = now.mixed
     back = torch.arange(heads.taps - 1, -1, -1, device=rows.device)
     at = positions[:, None] - back
-    latest = window[each[:, None], at % heads.taps].masked_fill((at < 0)[..., None], 0.0)  # oldest first
+    latest = window[each[:, None], at % heads.ring].masked_fill((at < 0)[..., None], 0.0)  # oldest first
     q, k, v = queries_keys_values(F.silu((latest * weights.conv.float().T).sum(1)), heads)
-    state = kept[:, : heads.state_size].view(-1, *heads.state_shape)
+    kept_states = kept[:, :matrices].view(-1, heads.slots, *heads.state_shape)
+    begins = (positions <= 0)[:, None, None, None]
+    state = kept_states[each, (positions - 1) % heads.slots].masked_fill(begins, 0.0)
     state *= now.log_decay.exp()[..., None, None]
     delta = (v - (state * k[..., None]).sum(2)) * now.beta[..., None]
     state += k[..., None] * delta[:, :, None, :]
+    kept_states[each, positions % heads.slots] = state
     found = normed_and_gated((state * q[..., None]).sum(2), now.z, weights)
     out[tokens] = (found * live[:, None]).to(out.dtype)
     states[blocks[live]] = kept[live]

@@ -272,7 +272,7 @@ class Attention(Layer):
         if not self.spec.causal:
             q, k = rotated(q, k, cos_sin, positions, *norms, self.eps, self.spec.interleaved)
             return self.attend(q, k, v, metadata, self.spec, out)
-        if metadata.max_query_len == 1 and self.decode is not None:
+        if metadata.max_query_len == 1 and self.decode is not None and not metadata.only_caches:
             return self.decode(
                 q, k, v, cos_sin, kv_cache, metadata, self.spec, *norms, self.eps, scale, out, temperature=temperature,
                 q_weight=self.q_weight,
@@ -282,4 +282,6 @@ class Attention(Layer):
             q, k, v, cos_sin, positions, kv_cache, slots, *norms, self.eps, scale, self.spec.interleaved, temperature,
             self.q_weight,
         )  # fmt: skip
+        if metadata.only_caches:
+            return q
         return self.attend(q, kv_cache, metadata, self.spec, scale, out)

@@ -38,6 +38,8 @@ class LayerContext:
     """the layers of the model that the rank holds; `specs` and `groups` count from the first of them"""
     seat: Callable[[str, Any], None] | None = None
     """gives the layer of a path its place for adapters (layers/adapters.py); None: there are none"""
+    kept_states: int = 1
+    """recurrent states that a request keeps, one for each token of its decodes, so that guesses can be taken back"""
     exchange: Exchange = field(default_factory=Exchange)
     """the way to the experts that other engines hold"""
 

@@ -60,7 +60,7 @@ class GatedDeltaNet(Layer):
         key_heads, value_heads = divide(mixer.key_heads, group, "linear_num_key_heads"), mixer.num_heads // group.size
         key_dim, value_dim = mixer.head_dim, mixer.v_head_dim
         places = places_of(key_heads, value_heads // key_heads, key_dim, value_dim, mixer.by_key_head)
-        self.heads = DeltaHeads(key_heads, value_heads, key_dim, value_dim, mixer.taps, places)
+        self.heads = DeltaHeads(key_heads, value_heads, key_dim, value_dim, mixer.taps, places, context.kept_states)
         keys, values = mixer.key_heads * key_dim, mixer.num_heads * value_dim
         if mixer.by_key_head:
             wide, narrow = {"in_proj_qkvz": 2 * (keys + values)}, {"in_proj_ba": 2 * mixer.num_heads}
@@ -115,7 +115,7 @@ class GatedDeltaNet(Layer):
         if metadata.max_query_len == 1:
             decodes = metadata.num_reqs
         layer = (projected, gates, self.heads, self.held, states)
-        if self.in_turn:
+        if self.in_turn or 1 < metadata.max_query_len <= self.heads.slots:  # all but each request's first are guesses
             return self.scan(*layer, sequences, 0, out, True)
         if out is None:
             out = projected.new_empty((len(projected), self.heads.value_heads * self.heads.value_dim))

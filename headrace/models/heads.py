@@ -106,7 +106,9 @@ class DraftHead(Layer):
     def fill(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Any], hidden: Tensor
     ) -> None:
-        """Write to the cache what `forward` does of the model's hidden states, and leave out the feed-forward."""
+        """Write to the cache what `forward` does of the model's hidden states, and leave out attention, where a layer
+        can, and the feed-forward."""
+        metadata.only_caches = True
         x, _, angles = self._joined(input_ids, positions, hidden, of_model=True)
         getattr(self.layer, self.layer.mixer)(x, angles, metadata, kv_caches[0])
 

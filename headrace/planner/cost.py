@@ -197,8 +197,8 @@ class _Layer:
         self.seconds_per_pair = attention.flops_per_pair / tp / model.attention_rate
         self.decode_seconds_per_pair = attention.decode_flops_per_pair / tp / model.attention_rate
         self.index_seconds_per_pair = attention.index_flops_per_pair / model.attention_rate
-        # A decode reads its state and writes it.
-        self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
+        # A decode reads its state and writes one for each of its tokens.
+        self.state_seconds = STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
         narrow = _rounds_activations(deployment)
@@ -333,7 +333,7 @@ class StepModel:
         weights = kv = flops = activations = links = launches = total = 0.0
         for layer in self._layers:
             keys, read, scored = layer.keys(work.decode_context)
-            cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
+            cache = decodes * (read * layer.seconds_per_key + (1 + work.decode_len) * layer.state_seconds)
             of_index = layer.index_seconds_per_pair
             looking = queries * (keys * layer.decode_seconds_per_pair + scored * of_index + layer.seconds_per_token)
             keys, _, scored = layer.keys(work.prefill_context)

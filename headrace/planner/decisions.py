@@ -20,7 +20,7 @@ from headrace.planner.graphs import decide_graphs
 from headrace.planner.memory_map import CPU_CACHE
 from headrace.planner.record import Decision
 from headrace.planner.shapes import expert_share
-from headrace.planner.speculation import decide_speculation
+from headrace.planner.speculation import FIELD, decide_speculation
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.formats import UNQUANTIZED
 from headrace.quantization.table import resolve_format
@@ -89,9 +89,10 @@ def decide_before_load(
     if length > context:
         raise ConfigError(f"max_model_len must be at most {context} (the model's {model.length_field}), got {length}")
 
-    changes["speculative_config"], speculation = decide_speculation(config, model, device_type)
-    decisions += speculation
-    decode_len = config.replace(speculative_config=changes["speculative_config"]).decode_len
+    guesses = config if FIELD not in measured else config.replace(speculative_config=measured[FIELD].value)
+    changes[FIELD], speculation = decide_speculation(guesses, model, device_type)
+    decisions += [measured[FIELD]] if FIELD in measured and changes[FIELD] else speculation
+    decode_len = config.replace(speculative_config=changes[FIELD]).decode_len
     budget = settle(
         "max_num_batched_tokens",
         *token_budget(

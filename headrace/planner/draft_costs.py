@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from typing import Any
 
 from headrace.graph_sizes import capture_sizes
 from headrace.planner.cost import StepWork, step_model
 from headrace.planner.deployment import Deployment
+from headrace.planner.speculation import plan_draft
 
 LOOK_UP_SECONDS = 20e-6
 """Seconds in which the ends of all requests are looked up, where nothing else guesses; one kernel"""
@@ -86,3 +88,10 @@ class DraftCosts:
             return f"predicted never to pay where {rate:.0%} of guesses are right"
         end = "however many run" if most == MOST_REQUESTS else f"paying up to {most} at once"
         return f"where {rate:.0%} of guesses are right, {gain:.1f} times the speed of one request is predicted, {end}"
+
+
+def asked_costs(given: dict[str, Any], deployment: Deployment, dtype: str) -> tuple[DraftCosts, tuple[int, ...]] | None:
+    """Return what steps cost with what a `speculative_config` asks for beside a deployment, and the numbers of guesses
+    that a step may have; None: it is off, or nothing that is known here."""
+    speculation, draft = plan_draft(given, deployment.shape, dtype)
+    return None if speculation is None else (DraftCosts(replace(deployment, draft=draft)), speculation.lengths)

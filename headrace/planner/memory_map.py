@@ -178,7 +178,7 @@ def _map_of_stage(
     spec = stage.of(shape.spec)
     weights = _weights(deployment, spec, speculates)
     draft, most_drafts, hidden_states = deployment.of_draft, max(decode_lens) - 1, 0
-    cached, of_stage = shape.spec, stage
+    cached, of_stage = shape.spec.keeping(max(decode_lens)), stage
     if draft is not None:  # its layers are behind the model's own, on the last stage
         layers = draft.shape.spec.layers
         cached = replace(cached, layers=(*cached.layers, *layers))

@@ -38,7 +38,7 @@ BASE = ("tensor_parallel_size", "pipeline_parallel_size", "quantization", "dtype
 class Measured:
     """Holds a value of one field that was better than the plan's."""
 
-    value: int | str
+    value: int | str | dict[str, Any]
     over: Any
     """the plan's value"""
     gain: float
@@ -184,4 +184,6 @@ def _allowed(name: str, value: Any, config: EngineConfig) -> bool:
         return config.objective == "throughput"
     if name == "attention_backend":  # chosen for the cache that it was measured with
         return config.kv_cache_dtype == "auto"
+    if name == "speculative_config":
+        return isinstance(value, dict) and not config.speculative_config
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
 from headrace.models.served import attention_specs
 from headrace.planner.decisions import backend_decision
-from headrace.planner.draft_costs import DraftCosts
+from headrace.planner.draft_costs import asked_costs
 from headrace.planner.engines import graph_decision, served_config, vllm_backend
 from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
 from headrace.planner.parallel import Parallel
@@ -22,7 +21,6 @@ from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score
 from headrace.planner.shapes import expert_share
-from headrace.planner.speculation import plan_draft
 
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take, and the most that a GPU writes to others in one of
@@ -274,13 +272,11 @@ def _model_length(scenario: Scenario, length: int) -> Decision:
 
 def guessing_gain(scenario: Scenario, best: Candidate) -> str:
     """Say what guessing tokens is expected to give beside the prediction, which leaves it out."""
-    given, shape = scenario.request.speculative_config, scenario.shape
-    speculation, draft = plan_draft(given, shape, scenario.dtype.value)
-    if speculation is None or scenario.engine != "headrace":
+    found = asked_costs(scenario.request.speculative_config, best.deployment, scenario.dtype.value)
+    if found is None or scenario.engine != "headrace":
         return "not predicted: how many guesses are right depends on the traffic"
-    costs = DraftCosts(replace(best.deployment, draft=draft))
-    context = best.workload.input_len + best.workload.output_len / 2
-    return costs.describe(context, speculation.lengths)
+    costs, lengths = found
+    return costs.describe(best.workload.input_len + best.workload.output_len / 2, lengths)
 
 
 def _speculation(scenario: Scenario, best: Candidate) -> Decision:

@@ -11,7 +11,6 @@ from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
 from headrace.models.drafters import describe_draft, read_draft_config
-from headrace.models.served import describe
 from headrace.planner.catalogue import find_model
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
@@ -29,11 +28,6 @@ def decide_speculation(
     given, speculation = config.speculative_config, config.speculation
     if speculation is None:
         return {}, []
-    if any(layer.mixer.kind == "state" for layer in describe(model).layers):
-        raise ConfigError(
-            f"speculative_config is not served with {model.architecture}: the recurrent state of its layers cannot "
-            "take back what was guessed wrong"
-        )
     describe_draft(speculation, model)
     shown = json.dumps(given)
     if config.batch_invariant and device_type == "cpu":

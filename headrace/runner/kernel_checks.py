@@ -360,8 +360,10 @@ def _gated_delta_step(subject: Subject) -> Cases:
 
 
 def _gated_delta_scan(subject: Subject) -> Cases:
-    counts, known = (1, 1, 70, 3), (5, 40, 0, 9)
+    counts, known = (1, 1, 70, 2), (5, 40, 0, 9)
     for layer in subject.ends(GatedDeltaNet):
+        if (most := layer.heads.slots) > 1:  # steps of decodes with guesses
+            yield from cases.gated_delta(subject.inputs, layer.heads, layer.held, (most, most), (5, 0), 0, True)
         first = 0 if layer.in_turn else 2
         yield from cases.gated_delta(subject.inputs, layer.heads, layer.held, counts, known, first, layer.in_turn)
 

@@ -147,7 +147,8 @@ class Worker:
 
     def _load(self) -> None:
         config, model_config = self.config, self.model_config
-        described, draft = describe(model_config), describe_draft(config.speculation, model_config)
+        described = describe(model_config).keeping(config.decode_len)
+        draft = describe_draft(config.speculation, model_config)
         behind = () if draft is None else draft.layers
         specs = attention_specs(
             model_config,
@@ -171,7 +172,7 @@ class Worker:
         context = LayerContext(
             self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
             _positions(config), config.enable_expert_parallel, self.shape.layout.group_of, self.stage,
-            exchange=self.exchange,
+            kept_states=config.decode_len, exchange=self.exchange,
         )  # fmt: skip
         own = len(specs) - len(behind)
         of_model = context.layers(0, own)

@@ -51,8 +51,6 @@ class SchedulerConfig:
             raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)}; got {self.policy!r}")
         if self.num_drafts < 0:
             raise ConfigError(f"num_drafts must not be negative, got {self.num_drafts}")
-        if self.num_drafts and any(group.is_state for group in self.layout.groups):
-            raise ConfigError(f"num_drafts must be 0, got {self.num_drafts}: a state cannot take rejected drafts back")
         if self.max_num_seqs * (1 + self.num_drafts) > self.max_num_batched_tokens:
             tokens = f"a token and {self.num_drafts} drafts" if self.num_drafts else "a token"
             raise ConfigError(

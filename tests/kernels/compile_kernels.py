@@ -495,10 +495,11 @@ def compile_fp8(target):
 def compile_recurrent(target):
     """Gated delta-nets with heads of the sizes of Qwen3-Next, and smaller ones."""
     delta_scan.DEVICE_FAMILY, known = TARGETS[target][0].backend, set()
-    for dtype, (key_heads, value_heads, dim) in grid(DTYPES, ((16, 32, 128), (2, 2, 64)), most=1):
+    sizes = ((16, 32, 128, 2), (2, 2, 64, 1))
+    for dtype, (key_heads, value_heads, dim, slots) in grid(DTYPES, sizes, most=1):
         apart = 2 * dim + 2 * dim * value_heads // key_heads
         places = gated_delta.Places(0, dim, 2 * dim, 3 * dim, apart, apart, 0, 2, 4)
-        heads = gated_delta.DeltaHeads(key_heads, value_heads, dim, dim, 4, places)
+        heads = gated_delta.DeltaHeads(key_heads, value_heads, dim, dim, 4, places, slots)
         numbers = torch.zeros(value_heads)
         weights = gated_delta.DeltaWeights(
             torch.zeros(heads.channels, 4, dtype=dtype), numbers, numbers, torch.zeros(dim, dtype=dtype), 1e-6
@@ -507,7 +508,7 @@ def compile_recurrent(target):
             torch.zeros(64, key_heads * apart, dtype=dtype),
             torch.zeros(64, 2 * value_heads, dtype=dtype),
         )
-        states = torch.zeros(2, heads.state_size + 4 * heads.channels)
+        states = torch.zeros(2, heads.numbers)
         gated_delta.gated_delta_step(projected, gates, heads, weights, states, SEQUENCES)
         for in_turn in (False, True):
             delta_scan.gated_delta_scan(projected, gates, heads, weights, states, SEQUENCES, 1, None, in_turn)

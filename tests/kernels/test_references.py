@@ -121,8 +121,10 @@ def test_references_load_and_run_without_triton():
 
 
 @pytest.mark.parametrize("in_turn", [False, True], ids=["in chunks", "token by token"])
-def test_a_gated_delta_net_computes_what_hugging_face_does(in_turn):
-    """A prompt in two steps, cut within a chunk, then a decode."""
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_gated_delta_net_computes_what_hugging_face_does(in_turn, slots):
+    """A prompt in two steps, cut within a chunk, then a decode; where several states are kept, decodes of which the
+    last tokens were wrong guesses come first."""
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -134,24 +136,25 @@ def test_a_gated_delta_net_computes_what_hugging_face_does(in_turn):
     torch.nn.init.normal_(theirs.norm.weight)
     theirs.out_proj = torch.nn.Identity()
     x, apart = torch.randn(150, 24), 2 * 8 + 2 * 3 * 12
-    heads = DeltaHeads(2, 6, 8, 12, 4, Places(0, 8, 16, 16 + 36, apart, apart, 0, 3, 6))
+    heads = DeltaHeads(2, 6, 8, 12, 4, Places(0, 8, 16, 16 + 36, apart, apart, 0, 3, 6), slots)
     weights = DeltaWeights(theirs.conv1d.weight[:, 0], theirs.A_log, theirs.dt_bias, theirs.norm.weight, 1e-6)
     projected, gates = theirs.in_proj_qkvz(x), theirs.in_proj_ba(x)
-    states, found = torch.full((3, heads.state_size + 4 * heads.channels), torch.nan), []
+    states, found = torch.full((3, heads.numbers), torch.nan), []
     table, row = torch.tensor([[0], [2]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     with torch.inference_mode():
-        for begin, end in ((0, 90), (90, 92), (92, 149), (149, 150)):
-            starts, lengths = torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()
+        guesses = ((90, 93, 91), (91, 94, 93), (93, 95, 94)) if slots > 1 else ((90, 92, 92), (92, 94, 94))
+        for begin, end, right in ((0, 90, 90), *guesses, (94, 149, 149), (149, 150, 150)):
+            wrong = (torch.arange(begin, end) >= right)[:, None]
             step = (
-                projected[begin:end],
-                gates[begin:end],
+                projected[begin:end] + wrong,
+                gates[begin:end] - wrong.float(),
                 heads,
                 weights,
                 states,
-                Sequences(table, row, starts, lengths),
+                Sequences(table, row, torch.tensor([0, end - begin]).int(), torch.tensor([end]).int()),
             )
             more = KERNELS.gated_delta_scan(*step, 0, None, in_turn) if end < 150 else KERNELS.gated_delta_step(*step)
-            found.append(more)
+            found.append(more[: right - begin])
         # 150 tokens of sums, then a norm that divides by what may be small: 3.2e-5 is the most of 200 draws
         torch.testing.assert_close(torch.cat(found), theirs(x[None])[0], rtol=1e-4, atol=2e-4)
     assert states[:2].isnan().all()

@@ -19,11 +19,13 @@ from headrace import LLM, SamplingParams
 NEW_TOKENS = 12
 Best = Callable[[tuple[int, ...], tuple[int, ...]], list[int]]
 """`best_tokens` of transformers' model, each answer once"""
+LOOKED_UP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16},
     "few pages": {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 14},
     "blocks of 1": {"block_size": 1},
     "blocks of 64, alone": {"block_size": 64, "max_num_seqs": 1},
+    "guesses": {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 14, "speculative_config": LOOKED_UP},
 }
 
 
@@ -54,6 +56,7 @@ def test_tokens_are_those_of_transformers(settings: dict[str, Any], model: tuple
                 found = output.outputs[0].token_ids
                 assert list(found) == best(tuple(prompt), tuple(found))
         stats = llm.stats()
+    assert (stats.drafts.num_tokens > stats.drafts.num_accepted > 0) == ("speculative_config" in settings)
     assert stats.prefix_cache_hits > 0
     assert stats.num_free_blocks == stats.num_blocks
 

@@ -37,6 +37,7 @@ PROFILE = Profile(
         "cudagraph_mode": Measured("PIECEWISE", "FULL_AND_PIECEWISE", 1.1),
         "kv_cache_dtype": Measured("bfloat16", "fp8_e4m3", 1.2),
         "attention_backend": Measured("TORCH_SDPA", "TRITON_ATTN", 1.04),
+        "speculative_config": Measured({"method": "ngram"}, "off", 1.3),
     },
 )
 
@@ -58,6 +59,7 @@ def test_measured_settings_are_taken_with_their_reason() -> None:
     config, decisions = decide()
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (16384, 512)
     assert config.attention_backend == "TORCH_SDPA"
+    assert config.speculative_config == {"method": "ngram"}
     budget = decisions["max_num_batched_tokens"]
     assert budget.source == "measured"
     assert budget.reason == "tuned on 2026-01-31 for 1024/128: +6.0% over 8192, in ITL p99"

@@ -145,12 +145,13 @@ def further(model: Any, w: Weights, block: Any, layout: str) -> PlainHead:
 
     def norm(x: Tensor, name: str) -> Tensor:
         weight = next(one for held, one in w.items() if held.endswith(name))
-        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (weight + (layout == "qwen"))
 
     names = {
         "behind the layers": ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
         "mimo": ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),
         "ernie": ("mtp_emb_norm.0.weight", "mtp_hidden_norm.0.weight", "mtp_linear_proj.0.weight", ""),
+        "qwen": ("norm_embedding.weight", "norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight"),
     }[layout]
     joining = next(one for held, one in w.items() if held.endswith(names[2]))
 
@@ -163,7 +164,7 @@ def further(model: Any, w: Weights, block: Any, layout: str) -> PlainHead:
         turned = model.model.rotary_emb(x, places)
         out = block(x, attention_mask=mask, position_ids=places, position_embeddings=turned)
         out = (out if isinstance(out, Tensor) else out[0])[0]
-        return norm(out, names[3]) if layout == "mimo" else out
+        return norm(out, names[3]) if layout in ("mimo", "qwen") else out
 
     def logits(hidden: Tensor) -> Tensor:
         normed: Tensor = model.lm_head(norm(hidden, names[3]) if layout == "behind the layers" else hidden)
@@ -231,7 +232,7 @@ def save_demo_heads(demo: Path, folder: Path, model: Any) -> dict[str, dict[str,
     config = json.loads((demo / "config.json").read_text())
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
-    sizes = {"h": hidden, "q": hidden, "k": kv, "f": config["intermediate_size"], "v": vocab, "r": 700}
+    sizes = {"h": hidden, "q": hidden, "k": kv, "f": config["intermediate_size"], "v": vocab}
     embedded = model.get_input_embeddings()(ids)[:, 1:-1]
     last, wanted = states[-1][:, :-2], unnormed[:, 1:-1]
     own = {**config, "num_hidden_layers": 1, "dtype": "float32"}
@@ -240,17 +241,6 @@ def save_demo_heads(demo: Path, folder: Path, model: Any) -> dict[str, dict[str,
     w = quiet(random_weights(shapes("eagle", sizes)))
     w["fc.weight"] = fitted(torch.cat((embedded, last), -1), states[-1][:, 1:-1])
     save_head(folder / "eagle", {**own, "bias": False}, w)
-
-    w = quiet(random_weights(shapes("eagle3", sizes)))
-    taps = [states[tap][:, :-2] for tap in (1, 3, 4)]
-    w |= {"fc.weight": fitted(torch.cat(taps, -1), wanted), "norm.weight": norm}
-    chosen = ids.flatten().bincount(minlength=vocab).topk(sizes["r"]).indices.sort().values
-    w["d2t"], w["t2d"] = chosen - torch.arange(len(chosen)), torch.zeros(vocab, dtype=torch.bool)
-    w["lm_head.weight"] = model.lm_head.weight.float()[chosen]
-    of_eagle3 = {"draft_vocab_size": sizes["r"], "architectures": ["LlamaForCausalLMEagle3"]}
-    save_head(
-        folder / "eagle3", {**own, **of_eagle3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}}, w
-    )
 
     w = quiet(random_weights(shapes("mimo", sizes)))
     of = block_name("mimo")
@@ -275,6 +265,5 @@ def save_demo_heads(demo: Path, folder: Path, model: Any) -> dict[str, dict[str,
     count = {"num_speculative_tokens": 2}
     return {
         "eagle": {"method": "eagle", "model": str(folder / "eagle"), **count},
-        "eagle3": {"method": "eagle3", "model": str(folder / "eagle3"), **count},
         "mtp": {"method": "mimo_mtp", **count},
     }

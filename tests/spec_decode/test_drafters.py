@@ -28,7 +28,7 @@ from tests.spec_decode.heads import save_demo_heads
 DEMO = Path(headrace.__file__).parent / "demo_model"
 SMALL: dict[str, Any] = {
     "device": "cpu", "cpu_threads": 1, "max_model_len": 160, "max_num_seqs": 6, "num_gpu_blocks_override": 24,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 64, "dtype": "float32",
 }  # fmt: skip
 STORY = "Once upon a time there was a little dog. The little dog had a red ball. "
 PROMPTS = [STORY + "The little", STORY, STORY + STORY + "Once upon a time", "A", "The red ball was red. The red", STORY]
@@ -37,11 +37,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": NGRAM,
     "the model itself": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3},
     "a trained model": {"model": "demo-draft", "num_speculative_tokens": 2},
+    "eagle3": {"model": "demo-eagle3", "num_speculative_tokens": 2},
     "eagle": {},
-    "eagle3": {},
     "mtp": {},
 }
-"""by name; those of the last three are made by `drafters`"""
+"""by name; those of the last two are made by `drafters`"""
 
 
 def params() -> list[SamplingParams]:
@@ -133,7 +133,7 @@ def test_a_model_guesses_what_it_would_write_itself(
     monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 7)
     if wavers:
         monkeypatch.setattr(build, "DraftLength", Wavering)
-    with LLM("demo", **{**SMALL, "max_num_batched_tokens": 24}, dtype="float32", speculative_config=given) as llm:
+    with LLM("demo", **{**SMALL, "max_num_batched_tokens": 24}, speculative_config=given) as llm:
         for _ in range(2):
             llm.generate(PROMPTS[:3], params, use_tqdm=False)
         counts = llm.stats().drafts
@@ -148,7 +148,7 @@ def test_two_ranks_guess_alike(method: str, drafters: dict[str, tuple[str, dict[
     params = [SamplingParams(temperature=temperature, seed=4, max_tokens=16, ignore_eos=True) for temperature in (0, 1)]
     found = []
     for ranks, guesses in ((1, {}), (1, given), (2, {**given, "draft_tensor_parallel_size": 2})):
-        small = {**SMALL, "dtype": "float32", "tensor_parallel_size": ranks, "enable_prefix_caching": False}
+        small = {**SMALL, "tensor_parallel_size": ranks, "enable_prefix_caching": False}
         apart = {"executor": THREADS} if ranks > 1 else {}
         with LLM(model, **small, speculative_config=guesses, **apart) as llm:
             tokens = [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS[:2], params, use_tqdm=False)]

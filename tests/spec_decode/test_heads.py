@@ -31,6 +31,7 @@ EXPERTS = {
     "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3,
 }  # fmt: skip
 LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+STATES_BETWEEN = ["linear_attention", "full_attention"] * 2
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
@@ -41,6 +42,12 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5_MoeForCausalLM",
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "moe_layer_start_index": 1}
         | {"num_hidden_layers": 3, "moe_layer_end_index": 2},
+    ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        {"num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "layer_types": STATES_BETWEEN},
     ),
 }  # fmt: skip
 HEAD_CONFIG = {**LLAMA, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "max_position_embeddings": 64}
@@ -93,7 +100,8 @@ def with_head(name: str, layout: str, folder: Path) -> tuple[Any, heads.PlainHea
     for held, one in load_file(file).items():
         kept[held.replace(own, of) if held.startswith(own) else held] = one
     save_file(kept, file)
-    fields: dict[str, Any] = {"num_hidden_layers": count, "num_nextn_predict_layers": 1, "layer_types": None}
+    fields: dict[str, Any] = {"num_hidden_layers": count, "num_nextn_predict_layers": 1}
+    fields["layer_types"] = (getattr(model.config, "layer_types", None) or [])[:count] or None
     if layout == "mimo":
         fields["architectures"] = ["MiMoForCausalLM"]
     heads.add_tensors(folder / "target", w, fields)
@@ -106,6 +114,7 @@ def with_head(name: str, layout: str, folder: Path) -> tuple[Any, heads.PlainHea
 CASES = [
     ("llama", "eagle"), ("qwen3", "eagle"), ("llama", "eagle3"), ("qwen3", "eagle3"),
     ("deepseek", "behind the layers"), ("glm", "behind the layers"), ("mimo", "mimo"), ("ernie", "ernie"),
+    ("qwen3-next", "qwen"),
 ]  # fmt: skip
 
 

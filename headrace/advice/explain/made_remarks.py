@@ -20,13 +20,16 @@ from headrace.advice.explain.remark import (
 from headrace.advice.explain.setting import Setting, object_of
 from headrace.config import CHECKPOINT_WORDS, GRAPH_MODES, QUANTIZATIONS
 from headrace.planner.collectives import reckoned_sums
+from headrace.planner.draft_costs import asked_costs
 from headrace.planner.layouts import MANY_REQUESTS
+from headrace.planner.served import USUAL_CONTEXT
 
 MOST_DRAFT_TOKENS = 2
 """Tokens of a draft model, from which AMD's own guide saw throughput fall."""
 SIZES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 BUSY = 64
-"""Requests at once, above which a guess costs more than it saves (16 to 64 is where AMD's guide finds it useful)."""
+"""Requests at once, above which a guess costs more than it saves where no model or GPU says how many (16 to 64 is where
+AMD's guide finds it useful)."""
 
 
 def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
@@ -98,8 +101,17 @@ def _speculation(case: Case, setting: Setting) -> Remark:
     tokens, given = case.asked.speculative_tokens or 0, _speculation_of(case)
     claim = "more-draft-tokens-are-better" if tokens > MOST_DRAFT_TOKENS else ""
     busy = max(case.asked.concurrency or 0, case.asked.max_num_seqs or 0 if case.is_server else 0)
-    text = "guesses are verified together: it saves time where the GPU idles, at few requests"
-    if busy > BUSY:
+    text, most = "guesses are verified together: it saves time where the GPU idles, at few requests", BUSY
+    if case.shape is not None and case.chip is not None:
+        deployment = case.deployment(case.shape, case.parallel())
+        if (found := asked_costs(given, deployment, case.shape.dtype)) is not None:
+            costs_of, lengths = found
+            context = (case.asked.input_len or USUAL_CONTEXT) + (case.asked.output_len or 0) / 2
+            most = costs_of.pays_up_to(context, lengths)
+            text += f"; {costs_of.describe(context, lengths)}"
+            if 0 in lengths:
+                return helps(f"{text}. With more, steps have no guesses")
+    if busy > most:
         text += f". At {busy} at once it takes more than it gives: DeepSeek-R1's fell to a third at 1,000"
         return costs(text, claim=claim)
     if claim:

@@ -19,9 +19,14 @@ from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.graphs import GRAPH_KEYS
 from headrace.planner.search import score
 from headrace.planner.served import expect
+from headrace.planner.speculation import decide_speculation
+from headrace.speculation import MTP, NGRAM
 from headrace.step import WorkerFacts
 
-KNOBS = ("max_num_batched_tokens", "max_num_seqs", "cudagraph_mode", "kv_cache_dtype", "attention_backend")
+KNOBS = (
+    "max_num_batched_tokens", "max_num_seqs", "cudagraph_mode", "kv_cache_dtype", "attention_backend",
+    "speculative_config",
+)  # fmt: skip
 BUDGETS = tuple(1 << power for power in range(11, 17))
 """Tokens of a step: 2k to 64k."""
 GRAPHS = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE")
@@ -31,7 +36,7 @@ def is_pinned(knob: str, config: EngineConfig) -> bool:
     """Return whether the user has set the knob, so that it is not varied."""
     if knob == "cudagraph_mode":
         return config.enforce_eager or any(key in config.compilation_config for key in GRAPH_KEYS)
-    return getattr(config, knob) not in (None, "auto")
+    return getattr(config, knob) not in (None, "auto", {})
 
 
 def trials_of(
@@ -93,7 +98,18 @@ def _values(
         return [mode for mode in modes if mode != settings.get("cudagraph_mode")]
     if knob == "kv_cache_dtype":
         return [plan.dtype] if str(plan.kv_cache_dtype).startswith("fp8") else ["fp8"]
+    if knob == "speculative_config":
+        return [{"method": method} for method in (NGRAM, MTP) if _may_guess(method, plan, model)]
     return _backends(plan, model)
+
+
+def _may_guess(method: str, plan: EngineConfig, model: ModelConfig) -> bool:
+    """Tell whether the model may be served with guesses of a method that needs nothing beside it."""
+    try:
+        given, _ = decide_speculation(plan.replace(speculative_config={"method": method}), model, plan.device)
+    except ConfigError:
+        return False
+    return bool(given)
 
 
 def _ladder_up(value: int) -> int:

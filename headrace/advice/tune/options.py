@@ -32,8 +32,8 @@ class TuneOptions:
     knobs: str | None = knob(
         None,
         "What to vary, separated by commas: max_num_batched_tokens, max_num_seqs, cudagraph_mode, kv_cache_dtype, "
-        "attention_backend; default: all. An fp8 cache is lossy: it is measured last, and wins under --objective "
-        "throughput alone.",
+        "attention_backend, speculative_config; default: all. An fp8 cache is lossy: it is measured last, and wins "
+        "under --objective throughput alone.",
         group="tuning",
     )
     output: str | None = knob(

@@ -160,7 +160,7 @@ class Session:
         outcome = report.outcome
         alone = {result.trial.id: report.gain(result) for result in outcome.results}
         settings = {
-            name: Measured(value, outcome.plan.settings.get(name), alone[Trial({name: value}).id])
+            name: Measured(value, outcome.plan.settings.get(name, "off"), alone[Trial({name: value}).id])
             for name, value in outcome.best.trial.changes.items()
         }
         pinned = [name for name in PINS if getattr(self.config, name) != getattr(EngineConfig(), name)]

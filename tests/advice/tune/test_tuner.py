@@ -327,14 +327,18 @@ def test_what_an_objective_counts() -> None:
 def test_every_knob_has_its_values_and_the_plan_is_none_of_them() -> None:
     trials = trials_of(KNOBS, EngineConfig(), MODEL, PLAN, LOAD)
     values: dict[str, set[Any]] = {}
+    guesses = [trial.changes["speculative_config"] for trial in trials if "speculative_config" in trial.changes]
     for trial in trials:
         ((knob, value),) = trial.changes.items()
+        if isinstance(value, dict):
+            continue
         values.setdefault(knob, set()).add(value)
     assert values["max_num_batched_tokens"] == {2048, 4096, 16384, 32768, 65536}
     assert values["max_num_seqs"] == {128, 256, 512}
     assert values["cudagraph_mode"] == {"FULL_DECODE_ONLY", "PIECEWISE", "NONE"}
     assert values["kv_cache_dtype"] == {"fp8"}
     assert values["attention_backend"] == {"TORCH_SDPA"}
+    assert guesses == [{"method": "ngram"}]
     for trial in trials:
         changed(EngineConfig(), trial)
 
@@ -347,7 +351,8 @@ def test_settings_that_the_load_cannot_tell_apart_are_tried_once() -> None:
 
 
 def test_what_the_user_pins_is_not_varied() -> None:
-    config = EngineConfig(max_num_seqs=64, enforce_eager=True, kv_cache_dtype="bfloat16")
+    guesses = {"method": "ngram"}
+    config = EngineConfig(max_num_seqs=64, enforce_eager=True, kv_cache_dtype="bfloat16", speculative_config=guesses)
     knobs = {knob for trial in trials_of(KNOBS, config, MODEL, PLAN, LOAD) for knob in trial.changes}
     assert knobs == {"max_num_batched_tokens", "attention_backend"}
 
