@@ -255,6 +255,12 @@ class EngineConfig:
         None, "Address of the machine with --node-rank 0, on the network between the machines."
     )
     master_port: int = parallel_knob(29501, "Port on which it waits for the others.", minimum=1, maximum=65535)
+    distributed_executor_backend: str = parallel_knob(
+        "mp",
+        "What starts the other machines of --nnodes or --data-parallel-address: you do (`mp`), or the Ray cluster that "
+        "this machine belongs to (`ray`).",
+        choices=("mp", "ray"),
+    )
     secret_file: str | None = parallel_knob(
         None, "File with the secret by which machines know each other, in place of HEADRACE_SECRET."
     )

@@ -48,6 +48,12 @@ def main(argv: list[str]) -> int:
 
         return run_node(config)
 
+    from headrace.engine.ray_nodes import start_machines
     from headrace.server.run import run_server
 
-    return run_server(config, server_config)
+    machines = start_machines(config)
+    try:
+        return run_server(config, server_config)
+    finally:
+        if machines is not None:
+            machines.stop(timeout=0.0)

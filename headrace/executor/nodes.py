@@ -49,7 +49,7 @@ SILENCE_SECONDS = 15.0
 OWN_TO_A_NODE = {
     "model", "tokenizer", "revision", "download_dir", "served_model_name", "chat_template", "generation_config",
     "node_rank", "master_addr", "secret_file", "use_profile", "log_level", "disable_log_requests", "disable_log_stats",
-    "data_parallel_address", "data_parallel_size_local", "data_parallel_start_rank",
+    "data_parallel_address", "data_parallel_size_local", "data_parallel_start_rank", "distributed_executor_backend",
 }  # fmt: skip
 """Settings that may differ between nodes: where a model's files are (which must be the same), and what the first alone
 reads."""

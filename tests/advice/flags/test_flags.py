@@ -172,7 +172,7 @@ def judged(name: str, value: str) -> Note | None:
         ("--data-parallel-backend", "ray", "--data-parallel-backend must be mp, got 'ray'"),
         ("--swap-space", "much", "--swap-space must be a number, got 'much'"),
         ("--mm-encoder-tp-mode", "both", "--mm-encoder-tp-mode must be one of weights, data; got 'both'"),
-        ("--distributed-executor-backend", "k8s", "must be one of mp, ray, uni, external_launcher; got 'k8s'"),
+        ("--distributed-executor-backend", "k8s", "must be one of mp, ray; got 'k8s'"),
         ("--speculative-config", "[1]", "--speculative-config must be a JSON object, got '[1]'"),
         ("--enable-lora-bias", "true", "--enable-lora-bias is not supported: adapters are low-rank ones"),
         ("--rope-scaling", '{"a": 1}', "--rope-scaling must be {}, got '{\"a\": 1}': --hf-overrides has fields"),
