@@ -28,11 +28,13 @@ from headrace.models.checkpoint import (
     text_tensors,
 )
 
-_NUMBER = re.compile(r"layers\.(\d+)\.")
+_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _STEM = "model-{:05}-of-{:05}.safetensors"
 WIDE_TYPES = ("BF16", "F16", "F32")
 """safetensors' types of weights that can be rounded"""
 STACKED = "it holds all experts in a form that has no linears for each"
+WIDENED = "attention multiplies with parts of it"
+IN_TURN = "queries, keys and values are in turn in it"
 KEPT = "no scheme rounds it"
 """said of embeddings, heads, routers, and what is not of text"""
 
@@ -130,15 +132,15 @@ def _kv_scales(pieces: list[Piece], spec: ModelSpec, scheme: WeightScheme) -> tu
     mixer = spec.layers[layer].mixer
     if isinstance(mixer, RecurrentState):
         return ()
-    if not isinstance(mixer, Attention) or mixer.norm_last:
+    fronts = [front for piece in pieces if (front := piece.name.partition(".self_attn.")[0]) != piece.name]
+    if not isinstance(mixer, Attention) or mixer.norm_last or not fronts:
         raise ConfigError(f"--kv-cache-dtype fp8: no format has a name for scales of what layer {layer} caches")
-    front = next(name for piece in pieces if (name := piece.name.partition(".self_attn.")[0]) != piece.name)
-    return tuple(f"{front}.self_attn.{name}" for name in names)
+    return tuple(f"{fronts[0]}.self_attn.{name}" for name in names)
 
 
 def _place(piece: Piece) -> tuple[int, str]:
     """Return the number of the layer that a piece is in, -1 outside of all, and its name."""
-    found = _NUMBER.search(piece.name)
+    found = _NUMBER.match(piece.own)  # a file may call its layers `h.0`, and have others than those of text
     return (int(found[1]) if found else -1), piece.name
 
 
@@ -150,31 +152,34 @@ def _pieces(file: Path, config: ModelConfig, spec: ModelSpec, scheme: WeightSche
         name = ours.get(one.name, "")
         name = name if name in linears or name.startswith("model.") else f"model.{name}"
         piece = Piece(one.name, one, name, shape=one.shape)
-        layer = _NUMBER.search(name)
+        layer = _NUMBER.match(name)
         of_all = of_all_experts(one.name)
         if layer and of_all[1] == "weight" and len(one.shape) == 3 and one.dtype in WIDE_TYPES:
             yield from _each_expert(piece, spec.layers[int(layer[1])], of_all[0], scheme)
         elif len(one.shape) != 2:
             yield replace(piece, why=STACKED if of_all_experts(name.removesuffix(".weight"))[0] else "")
         elif name in linears and one.dtype in WIDE_TYPES and one.name.endswith(".weight"):
-            why = "attention multiplies with parts of it" if linears[name] else scheme.refusal(one.shape)
+            why = "" if linears[name] == IN_TURN and scheme.by_output else linears[name]
+            why = why or scheme.refusal(one.shape)
             yield replace(piece, rounded=not why, why=why)
         else:
             yield replace(piece, why=KEPT)
 
 
 @functools.cache
-def _linears(spec: ModelSpec) -> dict[str, bool]:
-    """Return the names of linears' weights -> whether they are widened at load anyway. Tools store the parts of a
-    linear of ours as one, too."""
-    linears: dict[str, bool] = {}
+def _linears(spec: ModelSpec) -> dict[str, str]:
+    """Return the names of linears' weights -> why they keep their type, or "". Tools store the parts of a linear of
+    ours as one, too."""
+    linears: dict[str, str] = {}
     for number, layer in enumerate(spec.layers):
         for parameter in layer.parameters:
             if parameter.kind == "linear":
                 name = f"model.layers.{number}.{parameter.name}"
-                linears[name] = parameter.widened
+                linears[name] = WIDENED if parameter.widened else ""
                 if parameter.fused:
-                    linears[f"{name.removesuffix('.weight').rpartition('.')[0]}.{parameter.fused}.weight"] = False
+                    in_turn = isinstance(layer.mixer, Attention) and layer.mixer.by_kv_head
+                    fused = f"{name.removesuffix('.weight').rpartition('.')[0]}.{parameter.fused}.weight"
+                    linears[fused] = IN_TURN if in_turn and parameter.fused == "qkv_proj" else ""
     return linears
 
 
@@ -183,8 +188,8 @@ def _each_expert(piece: Piece, layer: LayerSpec, linear: str, scheme: WeightSche
     block, one = layer.feed_forward, piece.stored
     if not isinstance(block, Experts) or block.names.stacked:
         raise ConfigError(
-            f"{one.name} holds gates and ups of all experts in turn, which no scheme takes apart yet; accepted: "
-            "experts with tensors of their own, or with gates above ups"
+            f"{one.name} is of experts whose gates and ups are in turn in one tensor, which no scheme takes apart; "
+            "accepted: experts with tensors of their own, or with gates above ups"
         )
     front, _, name = linear.rpartition(".")
     names, wide, hidden = block.names, block.expert_intermediate_size, block.hidden_size
@@ -192,7 +197,7 @@ def _each_expert(piece: Piece, layer: LayerSpec, linear: str, scheme: WeightSche
     parts = parts or {names.down: (0, hidden)}
     shape = (2 * wide, hidden) if name == "gate_up_proj" else (hidden, wide)
     transposed = one.shape[1:] == shape[::-1] and shape[0] != shape[1]
-    layers = piece.own[: _NUMBER.search(piece.own).end()]  # type: ignore[union-attr]
+    layers = piece.own[: _NUMBER.match(piece.own).end()]  # type: ignore[union-attr]
     for expert in range(one.shape[0]):
         for part, rows in parts.items():
             own = (rows[1] - rows[0], shape[1])
@@ -228,7 +233,7 @@ def quantization_config(shards: list[Shard], scheme: WeightScheme) -> dict[str, 
 
 
 def _of_embedding(piece: Piece) -> bool:
-    return "embed" in piece.name or not piece.name.endswith(".weight")
+    return "embed" in piece.own or not piece.name.endswith(".weight")
 
 
 def index(shards: list[Shard], files: dict[str, list[str]]) -> str:

@@ -146,7 +146,7 @@ def _calibration(
         return Calibration(folder, output, config, quantization_config(shards, scheme), texts, device), []
     except (ConfigError, UnsupportedModelError) as error:
         if scheme.calibrated:
-            raise
+            raise ConfigError(f"{scheme.name} takes text through one layer at a time, and cannot: {error}") from None
         return None, [f"Hidden states and perplexity were not measured: {error}"]
 
 

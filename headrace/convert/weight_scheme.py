@@ -63,6 +63,11 @@ class WeightScheme:
         """True if what is written depends on calibration text."""
         return bool(self.algorithm) or self.kv_scales
 
+    @property
+    def by_output(self) -> bool:
+        """True if all tensors of a linear have a row for each output, or are a number for all."""
+        return self.strategy != "block" and self.format != "pack-quantized"
+
     def blocks(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the outputs and inputs of a weight [out, in] that share a scale."""
         return self.block[0] or shape[0], self.block[1] or shape[1]

@@ -30,6 +30,7 @@ from headrace.convert import quantize as job
 from headrace.convert.pieces import KEPT
 from headrace.convert.quantize import RECORD, Outcome, quantize
 from headrace.convert.schemes import SCHEMES, find_scheme
+from headrace.convert.styles import STYLES
 from headrace.convert.texts import Texts, read_texts
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import CheckpointError, ConfigError
@@ -145,6 +146,7 @@ def test_the_checkpoint_gives_what_its_weights_stand_for(model: str, scheme: str
         ("DeepseekV3ForCausalLM", "queries-too", "attention multiplies with parts of it"),
         ("Cohere2MoeForCausalLM", "average", ""),  # a gate that no file holds
         ("Qwen3_5MoeForConditionalGeneration", "text", ""),
+        ("FalconForCausalLM", "two-norms", "queries, keys and values are in turn in it"),
         ("GraniteMoeForCausalLM", "multipliers", "it holds all experts in a form that has no linears for each"),
     ],
 )
@@ -297,13 +299,19 @@ def test_perplexity_of_the_demo_model(
         assert (tmp_path / "made" / name).read_bytes() == (DEMO_FOLDER / name).read_bytes()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_reads_it(scheme: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "style"), [(scheme, one.name) for one in STYLES.values() for scheme in one.holds or SCHEMES]
+)
+def test_transformers_reads_it(scheme: str, style: str, tmp_path: Path) -> None:
+    """With the library of the format, where that is installed."""
+    pytest.importorskip({"compressed-tensors": "compressed_tensors", "quark": "quark"}.get(style, "gptqmodel"))
     import transformers
 
-    convert(DEMO_FOLDER, tmp_path / "made", scheme)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    convert(DEMO_FOLDER, tmp_path / "made", scheme, None, style)
+    # compressed-tensors widens mxfp4 to bfloat16 in a model of any type
+    dtype = torch.bfloat16 if (scheme, style) == ("mxfp4", "compressed-tensors") else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=dtype, device_map="cpu")
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0].float()
     assert (logits(tmp_path / "made") - expected).norm() < 0.1 * expected.norm()
