@@ -15,7 +15,9 @@ MOST_SENT = 8 * 2**20
 """Bytes that a rank writes to all others together in one shot; others sum larger messages in fewer."""
 BUFFER = 64 * 2**20
 """bytes of a rank's memory that the others write to"""
-FASTER_FROM: dict[tuple[str, int], dict[int, int]] = {}
+FASTER_FROM: dict[tuple[str, int], dict[int, int]] = {
+    ("NVIDIA H100 80GB HBM3", 2): {16: 32 * 2**20, 8: 8 * 2**20, 6: 2 * 2**20, 4: 2 * 2**20},
+}
 """(GPU, ranks) -> bits in which numbers travel -> bytes of a share from which two shots were faster than one and than
 NCCL, where they were, as `bench/many_gpus.py --part collectives` found"""
 

@@ -58,7 +58,7 @@ def describe_peers(mesh: Mesh, quick_reduce: str = "NONE") -> list[str]:
             above, two = "NCCL above", own.two_shots if how else None
             if two is not None:
                 least, most = two.least / 2**20, two.most >> 20
-                above = f"from {least:.3g} MiB in two shots of {two.bits} bits; NCCL above {most} MiB"
+                above = f"from {least:.3g} to {most} MiB in two shots of {two.bits} bits; NCCL for all others"
             lines.append(f"{begin} kernels of headrace's own up to {own.most / 2**20:.3g} MiB{how}; {above}.")
         elif why := group.no_peers if own is None else "see the self-check":
             lines.append(f"{begin} NCCL, {why}.")

@@ -70,7 +70,7 @@ def test_large_sums_take_two_shots_where_they_were_measured_to_be_faster(
     assert two == (TwoShots(found, least[found], 1 << 24) if found else None)
     own = Peers(0, torch.zeros(ranks, dtype=torch.int64), 4096, torch.clone, two_shots=two)
     said = " ".join(describe_peers(Mesh(tp=Group(0, ranks, peers=own)), asked))
-    assert (f"MiB in two shots of {found} bits; NCCL above 16 MiB." in said) == (found > 0)
+    assert (f"to 16 MiB in two shots of {found} bits; NCCL for all others." in said) == (found > 0)
     assert (f"Quick Reduce {asked}: no effect, it was not measured" in said) == (found != QUICK_BITS.get(asked, found))
 
 
