@@ -53,11 +53,13 @@ def _library_has_blocks() -> bool:
 
 def by_library(x: Quantized, weight: NarrowWeight, dtype: torch.dtype) -> Tensor:
     """Return the product by cuBLAS, which wants the scales of tokens side by side."""
-    tokens, rows = x.shape[0], -(-x.shape[0] // LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
-    values = x.values
+    (tokens, inputs), groups = x.shape, x.scales.shape[1]
+    rows = -(-tokens // LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
+    values, scales = x.values, x.scales.new_empty((groups, rows))  # what is behind the tokens reaches no result
+    scales[:, :tokens].copy_(x.scales.t())
     if rows != tokens:
-        values = F.pad(values.view(torch.uint8), (0, 0, 0, rows - tokens)).view(values.dtype)
-    scales = F.pad(x.scales.t(), (0, rows - tokens)).contiguous()
+        values = x.values.new_empty((rows, inputs))
+        values[:tokens].copy_(x.values)
     return torch._scaled_mm(
         values, weight.values.t(), scale_a=scales.t(), scale_b=weight.scales.t(), out_dtype=dtype
     )[:tokens]  # fmt: skip
