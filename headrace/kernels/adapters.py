@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import into_l2, overlap, tl, triton, wait_for_inputs
-from headrace.kernels.gemm_epilogue import add_adapters
+from headrace.kernels._triton import into_l2, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.gemm_epilogue import add_adapters, rows_in_use, store_shrunk, sum_of_parts
 
 RANK_STEP = 16
 """Memory is laid out for ranks that are multiples of this, for the matrix units."""
-BLOCK_TOKENS, BLOCK_INPUTS, BLOCK_OUTPUTS, LINE = 64, 128, 32, 64
-MOST_SPLITS, FEW_SLOTS = 8, 16
-"""Parts into which inputs are divided, so that few tokens keep a GPU busy, fewer if there are more slots than so many;
-their sums are added in order"""
-TOGETHER, MOST_TOGETHER = 64, 2048
-"""columns of second matrices, of several slots, that are multiplied at once; and those times the tokens of a program"""
+BLOCK_INPUTS, BLOCK_OUTPUTS, BLOCK_ROWS = 128, 32, 32
+MOST_SPLITS, SPLIT_TOKENS = 4, 128
+"""Parts into which inputs are divided, so that up to so many tokens keep a GPU busy; the last program adds them up"""
+COLUMNS = 64
+"""of second matrices, of several slots, that are multiplied at once"""
 MOST_BLOCKS = 8
 """blocks of tokens of a linear whose kernel does all that its adapters ask for"""
 
@@ -45,17 +44,18 @@ class AdapterWeights(NamedTuple):
     sizes: tuple[int, ...]
     """outputs of each part"""
     arrived: Tensor
-    """[2 * MOST_BLOCKS] int32 zeros: of each block of tokens, the programs that have shrunk it, and that know it"""
+    """[counters_of(slots, parts * rank)] int32 zeros: of each block of tokens, the programs that have shrunk it and
+    those that know; then of each block of rows, those that have added up their share of the inputs"""
 
     @property
     def rank(self) -> int:
         """The rank that memory is laid out for."""
         return self.b.shape[2]
 
-    @property
-    def block(self) -> int:
-        """The rows of first matrices, of one part, that are multiplied at once."""
-        return next(block for block in (64, 32, RANK_STEP) if self.rank % block == 0)
+
+def counters_of(slots: int, rows: int) -> int:
+    """Return how many counters programs need that share work, with so many slots of so many rows of first matrices."""
+    return 2 * MOST_BLOCKS + -(-slots * rows // BLOCK_ROWS)
 
 
 class StepSlots(NamedTuple):
@@ -83,66 +83,71 @@ class Adapted(NamedTuple):
 
     slots: StepSlots
     weights: AdapterWeights
-    h: Tensor | None = None
+    s: Tensor | None = None
     """as `shrink_adapters` returns it; None: the kernel does that too"""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Return what `add_adapters` reads."""
+        return self.s, *self.slots, self.weights.b, self.weights.starts, self.weights.b.stride(0)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return what it is compiled for."""
         held = self.weights
-        return self.h, *self.slots, held.b, held.ranks, held.starts, held.b.stride(0)
-
-    def options(self, tokens: int) -> dict[str, int]:
-        """Return what it is compiled for, in a program of so many tokens."""
-        held, splits = self.weights, 1 if self.h is None else self.h.shape[0]
-        block = min(held.block, 32)
-        columns = max(block, min(TOGETHER, MOST_TOGETHER // tokens))
-        sizes = {"SPLITS": splits, "SEATS": len(held.sizes), "RANK": held.rank}
-        return {**sizes, "BLOCK_R": block, "TOGETHER": columns // block}
+        return {"SEATS": len(held.sizes), "RANK": held.rank, "SLOTS": len(held.a), "COLUMNS": COLUMNS}
 
 
-NO_ADAPTERS = {"SPLITS": 0, "SEATS": 0, "RANK": 0, "BLOCK_R": 0, "TOGETHER": 0}
+NO_ADAPTERS = {"SEATS": 0, "RANK": 0, "SLOTS": 0, "COLUMNS": 0}
 """the options of a kernel that adds none"""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
-    x_ptr, slots_ptr, used_ptr, a_ptr, ranks_ptr, h_ptr, slot_step, x_stride, num_tokens, inputs, split_inputs,
-    RANK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
-    LINE: tl.constexpr = LINE,
+    x_ptr, slots_ptr, used_ptr, a_ptr, ranks_ptr, s_ptr, parts_ptr, arrived_ptr, slot_step, x_stride, num_tokens,
+    inputs, split_inputs,
+    SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by first matrices; grid (blocks of tokens, slots, splits x blocks of ROWS). A program whose slot no
-    token has, or whose rows lie beyond its rank, takes no turn of the loop: it has no product under a condition."""
-    split = tl.program_id(2) // (ROWS // BLOCK_R)
-    row = tl.program_id(2) % (ROWS // BLOCK_R) * BLOCK_R
-    in_use = tl.program_id(1) < tl.load(used_ptr)
-    slot = tl.load(used_ptr + 1 + tl.program_id(1), mask=in_use, other=0)
-    of_rows = a_ptr + slot.to(tl.int64) * slot_step + (row + tl.arange(0, BLOCK_R)) * inputs
-    if OVERLAP:
-        for ahead in range(0, tl.where(in_use, split_inputs, 0), LINE):
-            into_l2(of_rows + tl.minimum(split * split_inputs + ahead, inputs - 1))
-    wait_for_inputs(OVERLAP)
-    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1) == slot
-    mine = mine & in_use & (row % RANK < tl.load(ranks_ptr + slot))
+    """Multiply by first matrices; grid (blocks of their rows, SPLIT, blocks of tokens). A program whose rows no token
+    uses takes no turn of the loop: it has no product under a condition."""
+    across, split, down = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot_of_row, column, rows_ptrs = rows_in_use(
+        across, a_ptr, used_ptr, ranks_ptr, slot_step, inputs, SEATS, RANK, SLOTS, BLOCK_N
+    )
+    if EVEN_K:
+        rows_ptrs = tl.multiple_of(rows_ptrs, 16)
     start = split * split_inputs
-    end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.minimum(start + split_inputs, inputs), start)
-    rows = row + tl.arange(0, BLOCK_R)
-    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    in_use = across * BLOCK_N < tl.load(used_ptr) * (SEATS * RANK)
+    end = tl.where(in_use, tl.minimum(start + split_inputs, inputs), start)
+    if OVERLAP:
+        for ahead in range(start, end, 64):
+            into_l2(rows_ptrs + ahead)
+    wait_for_inputs(OVERLAP)
+    row = down * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_in = row < num_tokens
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        inside = (k < inputs)[None, :]
-        x = tl.load(x_ptr + token[:, None] * x_stride + k[None, :], mask=mine[:, None] & inside, other=0.0)
-        a = tl.load(of_rows[:, None] + k[None, :], mask=inside, other=0.0)
+        if EVEN_K:
+            x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :], mask=row_in[:, None], other=0.0)
+            a = tl.load(rows_ptrs[:, None] + k[None, :])
+        else:
+            inside = (k < inputs)[None, :]
+            held = row_in[:, None] & inside
+            x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :], mask=held, other=0.0)
+            a = tl.load(rows_ptrs[:, None] + k[None, :], mask=inside, other=0.0)
         acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-    tl.store(h_ptr + (split * num_tokens + token[:, None]) * ROWS + rows, acc, mask=mine[:, None])
+    acc, done = sum_of_parts(acc, row_in, split, across, parts_ptr, arrived_ptr, SPLIT)
+    if done:
+        slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+        store_shrunk(acc, s_ptr, row, row_in, slot, slot_of_row, column, SEATS * SLOTS * RANK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
-    out_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, out_stride, num_tokens, outputs,
-    SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, TOGETHER: tl.constexpr,
+    out_ptr, s_ptr, slots_ptr, used_ptr, b_ptr, starts_ptr, slot_step, out_stride, num_tokens, outputs,
+    SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply by second matrices and add to outputs; grid (blocks of tokens, blocks of outputs)."""
@@ -156,60 +161,67 @@ def _expand_kernel(
     wait_for_inputs(OVERLAP)
     slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
     acc = add_adapters(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row,
-        column, num_tokens, tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SPLITS, SEATS, RANK, BLOCK_R,
-        TOGETHER,
+        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, column,
+        tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SEATS, RANK, SLOTS, COLUMNS,
     )  # fmt: skip
-    changed = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0) > 0
-    places, held = out_ptr + row.to(tl.int64)[:, None] * out_stride + column, changed[:, None] & (column < outputs)
+    places, held = out_ptr + row.to(tl.int64)[:, None] * out_stride + column, row_in[:, None] & (column < outputs)
     out = tl.load(places, mask=held, other=0.0).to(tl.float32) + acc
     tl.store(places, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
 def shrink_adapters(x: Tensor, slots: StepSlots, weights: AdapterWeights) -> Tensor:
-    """Return x # [num_tokens, inputs] times each token's first matrices, for `expand_adapters` #
-    [splits, num_tokens, parts * rank] float32, to be summed over splits.
-
-    Numbers of a token that has no adapter are not written, nor are those beyond an adapter's rank.
-    """
+    """Return x # [num_tokens, inputs] times first matrices, for `expand_adapters` # [num_tokens, parts * slots * rank]
+    in the type of the matrices: for each part, each slot in use and each of its rows a number, which is zero where a
+    token has another slot. What lies behind the slots in use is not written."""
     num_slots, rows, inputs = weights.a.shape
-    num_tokens, rank, block = x.shape[0], weights.rank, weights.block
-    splits = max(1, min(MOST_SPLITS, inputs // (4 * BLOCK_INPUTS), MOST_SPLITS * FEW_SLOTS // num_slots))
-    h = torch.empty(splits, num_tokens, rows, dtype=torch.float32, device=x.device)
+    num_tokens, sizes = x.shape[0], {"SEATS": len(weights.sizes), "RANK": weights.rank, "SLOTS": num_slots}
+    s = weights.a.new_empty(num_tokens, num_slots * rows)
     if num_tokens:
-        split_inputs = -(-inputs // (splits * BLOCK_INPUTS)) * BLOCK_INPUTS
-        _shrink_kernel[(-(-num_tokens // BLOCK_TOKENS), num_slots, splits * (rows // block))](
-            x, *slots, weights.a, weights.ranks, h, weights.a.stride(0), x.stride(0), num_tokens, inputs, split_inputs,
-            RANK=rank, ROWS=rows, BLOCK_M=BLOCK_TOKENS, BLOCK_R=block, BLOCK_K=BLOCK_INPUTS, num_warps=4, **overlap(),
+        few = num_tokens <= SPLIT_TOKENS
+        block = min(128, max(16, next_power_of_2(num_tokens))) if few else 64
+        split = max(1, min(MOST_SPLITS, inputs // (4 * BLOCK_INPUTS))) if few else 1
+        blocks = -(-num_slots * rows // BLOCK_ROWS)
+        parts = x.new_empty((blocks * split, block, BLOCK_ROWS), dtype=torch.float32) if split > 1 else None
+        split_inputs = -(-inputs // (split * BLOCK_INPUTS)) * BLOCK_INPUTS
+        _shrink_kernel[(blocks, split, -(-num_tokens // block))](
+            x, *slots, weights.a, weights.ranks, s, parts, weights.arrived[2 * MOST_BLOCKS :], weights.a.stride(0),
+            x.stride(0), num_tokens, inputs, split_inputs, SPLIT=split, BLOCK_M=block, BLOCK_N=BLOCK_ROWS,
+            BLOCK_K=BLOCK_INPUTS, EVEN_K=inputs % BLOCK_INPUTS == 0, num_warps=4, **sizes, **overlap(),
         )  # fmt: skip
-    return h
+    return s
 
 
-def expand_adapters(out: Tensor, h: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
+def expand_adapters(out: Tensor, s: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
     """Add to out # [num_tokens, at least outputs], whose rows are contiguous, what `shrink_adapters` made times each
     token's second matrices."""
-    num_tokens, outputs = h.shape[1], sum(weights.sizes)
-    given = Adapted(slots, weights, h)
-    options: dict[str, Any] = given.options(BLOCK_TOKENS)
+    num_tokens, outputs, given = len(s), sum(weights.sizes), Adapted(slots, weights, s)
     if num_tokens:
-        _expand_kernel[(-(-num_tokens // BLOCK_TOKENS), -(-outputs // BLOCK_OUTPUTS))](
-            out, *given.arguments, out.stride(0), num_tokens, weights.b.shape[1],
-            BLOCK_M=BLOCK_TOKENS, BLOCK_N=BLOCK_OUTPUTS, num_warps=4, **options, **overlap(),
+        block = 128 if 64 < num_tokens <= SPLIT_TOKENS else 64
+        _expand_kernel[(-(-num_tokens // block), -(-outputs // BLOCK_OUTPUTS))](
+            out, *given.arguments, out.stride(0), num_tokens, outputs,
+            BLOCK_M=block, BLOCK_N=BLOCK_OUTPUTS, num_warps=4, **given.options, **overlap(),
         )  # fmt: skip
+
+
+def spread(h: Tensor, slots: StepSlots, weights: AdapterWeights) -> Tensor:
+    """Return h # [num_tokens, parts * rank], of each token's own slot, as `shrink_adapters` does."""
+    own = slots.of_tokens[:, None] == slots.used[None, 1:]
+    apart = h.to(weights.a.dtype).unflatten(1, (-1, 1, weights.rank))
+    return torch.where(own[:, None, :, None], apart, 0).flatten(1)
 
 
 def shrink_adapters_reference(x: Tensor, slots: StepSlots, weights: AdapterWeights) -> Tensor:
     h = torch.zeros(x.shape[0], weights.a.shape[1], dtype=torch.float32, device=x.device)
     for slot, a in enumerate(weights.a):
         h = torch.where((slots.of_tokens == slot)[:, None], x.float() @ a.float().T, h)
-    return h[None]
+    return spread(h, slots, weights)
 
 
-def expand_adapters_reference(out: Tensor, h: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
-    shrunk = h.sum(0).to(weights.b.dtype).float().unflatten(1, (-1, weights.rank))
-    total = sum(weights.sizes)
-    for slot, b in enumerate(weights.b):
-        mine = ((slots.of_tokens == slot) & (weights.ranks[slot] > 0))[:, None]
-        places, matrices = out[:, :total].split(weights.sizes, 1), b[:total].split(weights.sizes)
-        for part, (own, rows) in enumerate(zip(places, matrices, strict=True)):
-            own.copy_(torch.where(mine, own.float() + shrunk[:, part] @ rows.float().T, own.float()))
+def expand_adapters_reference(out: Tensor, s: Tensor, slots: StepSlots, weights: AdapterWeights) -> None:
+    total, every, rank = sum(weights.sizes), len(weights.b), weights.rank
+    in_use = torch.arange(every, device=s.device) < slots.used[0]
+    of_slots = torch.where(in_use[:, None], s.float().unflatten(1, (-1, every, rank)), 0.0).flatten(2)
+    matrices = weights.b.index_select(0, slots.used[1:].clamp(max=every - 1)).float().transpose(0, 1)
+    places = out[:, :total].split(weights.sizes, 1), matrices[:total].flatten(1).split(weights.sizes)
+    for part, (own, rows) in enumerate(zip(*places, strict=True)):
+        own.copy_(own.float() + of_slots[:, part] @ rows.T)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.kernels import exchange, norm, peers
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.adapters import MOST_BLOCKS, AdapterWeights, StepSlots, shrink_adapters_reference
+from headrace.kernels.adapters import AdapterWeights, StepSlots, counters_of, shrink_adapters_reference
 from headrace.kernels.fp8 import (
     NarrowWeight,
     Quantized,
@@ -291,30 +291,33 @@ def made_up_adapters(make: Inputs, sizes: Sequence[int], inputs: int, rank: int,
     b = make.random(slots, sum(sizes), rank) * held[:, None]
     a, b = torch.cat((a.flatten(1), b.flatten(1)), 1).split((a[0].numel(), b[0].numel()), 1)
     starts = make.ints(*accumulate(sizes, initial=0))
-    arrived = make.ints(*[0] * (2 * MOST_BLOCKS))
+    arrived = make.ints(*[0] * counters_of(slots, len(sizes) * rank))
     return AdapterWeights(
         a.unflatten(1, (-1, inputs)), b.unflatten(1, (-1, rank)), make.ints(*ranks), starts, tuple(sizes), arrived
     )
 
 
 def shrink_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
-    x, chosen = make.random(rows, weights.a.shape[2]), make.integers(-1, len(weights.a), rows, dtype=torch.int32)
-    held = torch.arange(weights.rank, device=make.device) < weights.ranks[chosen.clamp(min=0)][:, None]
-    held = (held & (chosen >= 0)[:, None]).repeat(1, len(weights.sizes))
-    slots = StepSlots.of(chosen, len(weights.a))
-    yield Case(lambda kernel: kernel(x, slots, weights).sum(0).where(held, 0.0), SUMS)
+    x, slots = make.random(rows, weights.a.shape[2]), _slots(make, rows, weights)
+    in_use = (torch.arange(len(weights.a), device=make.device) < slots.used[0])[:, None]
+    sizes = (len(weights.sizes), len(weights.a), weights.rank)
+    yield Case(lambda kernel: kernel(x, slots, weights).unflatten(1, sizes).where(in_use, 0.0), ROUNDED[make.dtype])
+
+
+def _slots(make: Inputs, rows: int, weights: AdapterWeights) -> StepSlots:
+    return StepSlots.of(make.integers(-1, len(weights.a), rows, dtype=torch.int32), len(weights.a))
 
 
 def expand_adapters(make: Inputs, rows: int, weights: AdapterWeights) -> Cases:
-    slots = StepSlots.of(make.integers(-1, len(weights.a), rows, dtype=torch.int32), len(weights.a))
-    h = shrink_adapters_reference(make.random(rows, weights.a.shape[2]), slots, weights)
-    h, out = torch.cat((h / 4, h * 3 / 4)), make.random(rows, weights.b.shape[1] + 8)
-    yield Case(partial(_added, h, slots, weights, out), ROUNDED[make.dtype])
+    slots = _slots(make, rows, weights)
+    s = shrink_adapters_reference(make.random(rows, weights.a.shape[2]), slots, weights)
+    out = make.random(rows, weights.b.shape[1] + 8)
+    yield Case(partial(_added, s, slots, weights, out), ROUNDED[make.dtype])
 
 
-def _added(h: Tensor, slots: StepSlots, weights: AdapterWeights, out: Tensor, kernel: Kernel) -> Tensor:
+def _added(s: Tensor, slots: StepSlots, weights: AdapterWeights, out: Tensor, kernel: Kernel) -> Tensor:
     added = out.clone()
-    kernel(added, h, slots, weights)
+    kernel(added, s, slots, weights)
     return added
 
 

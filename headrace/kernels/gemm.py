@@ -137,12 +137,12 @@ def _skinny_kernel(
     x_zero_ptr,
     weight_sums_ptr,
     a_ptr,
+    ranks_ptr,
     arrived_ptr,
-    h_ptr,
+    s_ptr,
     slots_ptr,
     used_ptr,
     b_ptr,
-    ranks_ptr,
     starts_ptr,
     slot_step,
     shrinkers,
@@ -159,11 +159,10 @@ def _skinny_kernel(
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
-    SPLITS: tl.constexpr,
     SEATS: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
@@ -178,8 +177,8 @@ def _skinny_kernel(
     if a_ptr is not None:
         count = tl.load(used_ptr)
         shrinks, idle = across < shrinkers, across * BLOCK_N >= count * (SEATS * RANK)
-        of_slot, slot_of_row, first_ptrs = rows_in_use(
-            across, a_ptr, used_ptr, ranks_ptr, slot_step, K, SEATS * RANK, RANK, BLOCK_N
+        slot_of_row, column, first_ptrs = rows_in_use(
+            across, a_ptr, used_ptr, ranks_ptr, slot_step, K, SEATS, RANK, SLOTS, BLOCK_N
         )
         end, across = tl.where(shrinks & idle, 0, K), tl.maximum(across - shrinkers, 0)
     weight_row = gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
@@ -200,13 +199,13 @@ def _skinny_kernel(
     if a_ptr is not None:
         slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
         share_shrunk(
-            acc, h_ptr, arrived_ptr + 2 * down, row, slot, of_slot, slot_of_row, shrinks, shrinkers,
-            tl.num_programs(0) - shrinkers, SEATS * RANK, SWAP,
+            acc, s_ptr, arrived_ptr + 2 * down, row, row_in, slot, slot_of_row, column, shrinks, shrinkers,
+            tl.num_programs(0) - shrinkers, SEATS * SLOTS * RANK, SWAP,
         )  # fmt: skip
         row_in = row_in & (tl.program_id(0) >= shrinkers)
         acc = add_adapters(
-            acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row, num_tokens,
-            tl.where(shrinks, 0, count), SWAP, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+            acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, tl.where(shrinks, 0, count),
+            SWAP, SEATS, RANK, SLOTS, COLUMNS,
         )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
@@ -428,10 +427,10 @@ def skinny_linear(
     of_adapters: tuple[Any, ...] = (None,) * 9
     shrinkers, kinds = 0, NO_ADAPTERS
     if adapters is not None:
-        a, arrived = adapters.weights.a, adapters.weights.arrived
+        a, held = adapters.weights.a, adapters.weights
         shrinkers = -(-a.shape[0] * a.shape[1] // config.block_n)
-        adapters = adapters._replace(h=torch.empty(1, num_tokens, a.shape[1], dtype=torch.float32, device=a.device))
-        of_adapters, kinds = (a, arrived, *adapters.arguments), adapters.options(config.block_m)
+        adapters = adapters._replace(s=a.new_empty(num_tokens, a.shape[0] * a.shape[1]))
+        of_adapters, kinds = (a, held.ranks, held.arrived, *adapters.arguments), adapters.options
     grid = (shrinkers + programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
     _skinny_kernel[grid](
         *arguments, *of_tokens, *of_adapters, shrinkers, num_tokens, x.stride(0),
@@ -470,11 +469,11 @@ def skinny_linear_reference(
     out = F.linear(x.float(), wide)
     if adapters is not None:
         delta = torch.zeros_like(out)
-        h = adapters.h
-        if h is None:
+        s = adapters.s
+        if s is None:
             assert isinstance(scaled, Tensor)
-            h = shrink_adapters_reference(scaled, adapters.slots, adapters.weights)
-        expand_adapters_reference(delta, h, adapters.slots, adapters.weights)
+            s = shrink_adapters_reference(scaled, adapters.slots, adapters.weights)
+        expand_adapters_reference(delta, s, adapters.slots, adapters.weights)
         out += delta * factor
     out = out if bias is None else out + bias.float()
     if gated:

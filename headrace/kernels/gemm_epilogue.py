@@ -65,34 +65,64 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
+def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.constexpr):
+    """Return the sum of what SPLIT programs computed # [rows, outputs] fp32, and whether this program is to store it.
+    `part` is which of them this is, and `sharers` is a number that they alone have in common."""
+    done = True
+    if SPLIT > 1:
+        ROWS: tl.constexpr = acc.shape[0]
+        OUTPUTS: tl.constexpr = acc.shape[1]
+        cell = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        all_parts = parts_ptr + (sharers * SPLIT).to(tl.int64) * (ROWS * OUTPUTS) + cell
+        tl.store(all_parts + part * (ROWS * OUTPUTS), acc, mask=row_in[:, None])
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        done = tl.atomic_add(arrived_ptr + sharers, 1, sem="acq_rel") == SPLIT - 1
+        if done:
+            acc = tl.load(all_parts, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                one = all_parts + other * (ROWS * OUTPUTS)
+                acc += tl.load(one, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            tl.store(arrived_ptr + sharers, 0)
+    return acc, done
+
+
+@triton.jit
 def rows_in_use(
-    across, a_ptr, used_ptr, ranks_ptr, slot_step, K, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    across, a_ptr, used_ptr, ranks_ptr, slot_step, K, SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return block `across` of the rows of first matrices that tokens use (kernels/adapters.py): which of its slot's
-    ROWS each is, the slot (-2: there is none), and a pointer to it. Of rows beyond a rank the last one before is
-    read."""
+    """Return block `across` of the rows of first matrices that tokens use (kernels/adapters.py): the slot of each (-2:
+    there is no such row; SLOTS: it lies beyond the rank), its column in `s`, and a pointer to it or, beyond a rank, to
+    the last one before."""
     row = across * BLOCK + tl.arange(0, BLOCK)
-    in_use = row // ROWS < tl.load(used_ptr)
-    slot = tl.load(used_ptr + 1 + row // ROWS, mask=in_use, other=0)
-    of_slot = row % ROWS
+    place, of_slot = row // (SEATS * RANK), row % (SEATS * RANK)
+    in_use = place < tl.load(used_ptr)
+    slot = tl.load(used_ptr + 1 + place, mask=in_use, other=0)
     rank = tl.load(ranks_ptr + slot)
     held = of_slot - of_slot % RANK + tl.minimum(of_slot % RANK, tl.maximum(rank, 1) - 1)
-    pointers = a_ptr + slot.to(tl.int64) * slot_step + held * K
-    return of_slot, tl.where(in_use, slot, -2), pointers
+    column = of_slot // RANK * (SLOTS * RANK) + place * RANK + of_slot % RANK
+    slot_of_row = tl.where(in_use, tl.where(of_slot % RANK < rank, slot, SLOTS), -2)
+    return slot_of_row, column, a_ptr + slot.to(tl.int64) * slot_step + held * K
+
+
+@triton.jit
+def store_shrunk(acc, s_ptr, row, row_in, slot, slot_of_row, column, WIDTH: tl.constexpr):
+    """Store the products of tokens `row` with rows of first matrices # [tokens, rows]: zeros for those of other slots
+    than a token's own."""
+    own = slot[:, None] == slot_of_row[None, :]
+    places, held = s_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], row_in[:, None] & (slot_of_row >= 0)
+    tl.store(places, tl.where(own, acc, 0.0).to(s_ptr.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def share_shrunk(
-    acc, h_ptr, arrived_ptr, row, slot, of_slot, slot_of_row, shrinks, shrinkers, sharers, ROWS: tl.constexpr,
+    acc, s_ptr, arrived_ptr, row, row_in, slot, slot_of_row, column, shrinks, shrinkers, sharers, WIDTH: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Store the products of tokens `row` with rows of first matrices, given in the form of `add_product`, where a token
-    has the row's slot, if this program `shrinks`; else wait until all `shrinkers` have. The last of the others sets the
-    counters back."""
+    """Do what `store_shrunk` does, of products in the form of `add_product`, if this program `shrinks`; else wait until
+    all `shrinkers` have. The last of the others sets the counters back."""
     if shrinks:
-        out = tl.trans(acc) if SWAP else acc
-        own = slot[:, None] == slot_of_row[None, :]
-        tl.store(h_ptr + row.to(tl.int64)[:, None] * ROWS + of_slot[None, :], out, mask=own)
+        store_shrunk(tl.trans(acc) if SWAP else acc, s_ptr, row, row_in, slot, slot_of_row, column, WIDTH)
         tl.debug_barrier()  # all of the program's stores come before its arrival
         tl.atomic_add(arrived_ptr, 1, sem="release")
     else:
@@ -105,36 +135,32 @@ def share_shrunk(
 
 @triton.jit
 def add_adapters(
-    acc, h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row, num_tokens, count,
-    SWAP: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, count,
+    SWAP: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus what each token's adapter, in its `slot` (negative: none), makes of `h` (kernels/adapters.py) for
-    the weight's rows `weight_row`, in the form of `add_product`: a product with the second matrices of the first
-    `count` slots in use, TOGETHER at once, of numbers that are zeros for the tokens of others. Slots that none of these
-    tokens has are not loaded."""
-    ROWS: tl.constexpr = row.shape[0]
-    r, lane = tl.arange(0, BLOCK_R), tl.arange(0, TOGETHER * BLOCK_R)
-    for step in tl.static_range(0, RANK, BLOCK_R):
-        for first in range(0, count, TOGETHER):
-            place = first + lane // BLOCK_R
-            of = tl.load(used_ptr + 1 + place, mask=place < count, other=-2)
-            rank = tl.load(ranks_ptr + of, mask=of >= 0, other=0)
-            own = (slot[:, None] == of[None, :]) & (step + lane % BLOCK_R < rank)[None, :]
-            in_use = tl.max(own.to(tl.int32), axis=0) > 0
-            b_ptrs = b_ptr + (of.to(tl.int64) * slot_step)[None, :] + (step + lane % BLOCK_R)[None, :]
-            b_ptrs += weight_row.to(tl.int64)[:, None] * RANK
-            for seat in tl.static_range(SEATS):
-                inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
-                b = tl.load(b_ptrs, mask=inside[:, None] & in_use[None, :], other=0.0)
-                h_ptrs = h_ptr + row.to(tl.int64)[:, None] * (SEATS * RANK) + (seat * RANK + step + r)[None, :]
-                h = tl.zeros([ROWS, BLOCK_R], tl.float32)
-                for split in tl.static_range(SPLITS):
-                    part = h_ptrs + split * num_tokens.to(tl.int64) * (SEATS * RANK)
-                    h += tl.load(part, mask=(slot >= 0)[:, None], other=0.0, cache_modifier=".cg")
-                h = h.to(b.dtype)
-                h = tl.reshape(tl.broadcast_to(h[:, None, :], [ROWS, TOGETHER, BLOCK_R]), [ROWS, TOGETHER * BLOCK_R])
-                acc = add_product(b, tl.where(own, h, 0.0), acc, SWAP)
+    """Return acc plus `s` (kernels/adapters.py), of tokens `row`, times the second matrices of the first `count` slots
+    in use, for the weight's rows `weight_row`, in the form of `add_product`: further inputs, whose weights are those
+    matrices. Each part of the rows has inputs of its own."""
+    lane, blocks = tl.arange(0, COLUMNS), tl.cdiv(count * RANK, COLUMNS)
+    lowest, highest = tl.min(weight_row, axis=0), tl.max(weight_row, axis=0)
+    first, last = 0, 1
+    for other in tl.static_range(1, SEATS):
+        start = tl.load(starts_ptr + other)
+        first += (lowest >= start).to(tl.int32)
+        last += (highest >= start).to(tl.int32)
+    s_ptrs = s_ptr + row.to(tl.int64)[:, None] * (SEATS * SLOTS * RANK) + lane[None, :]
+    b_ptrs = b_ptr + weight_row.to(tl.int64)[:, None] * RANK
+    for turn in range(first * blocks, last * blocks):
+        seat, begin = turn // blocks, turn % blocks * COLUMNS
+        place = (begin + lane) // RANK
+        held = place < count
+        of = tl.max_constancy(tl.load(used_ptr + 1 + place, mask=held, other=0), 16)
+        inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
+        inputs = of.to(tl.int64) * slot_step + (begin + lane) % RANK
+        b = tl.load(b_ptrs + inputs[None, :], mask=inside[:, None] & held[None, :], other=0.0)
+        s_in = row_in[:, None] & held[None, :]
+        s = tl.load(s_ptrs + seat * (SLOTS * RANK) + begin, mask=s_in, other=0.0, cache_modifier=".cg")
+        acc = add_product(b, s, acc, SWAP)
     return acc
 
 

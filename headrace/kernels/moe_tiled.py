@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import overlap, pairs_in_registers, tl, triton, wait_before_next, wait_for_inputs
+from headrace.kernels.gemm_epilogue import sum_of_parts
 from headrace.kernels.moe_config import Tile
 from headrace.kernels.moe_kernels import gated
 from headrace.kernels.moe_route import Routing
 from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
-from headrace.kernels.tiled_gemm import describe, row_of, sum_of_parts, tiled_dots
+from headrace.kernels.tiled_gemm import describe, row_of, tiled_dots
 
 _ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LANES)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.kernels._triton import after_inputs, into_l2, pairs_in_registers, tl, triton, wait_for_inputs
 from headrace.kernels.adapters import NO_ADAPTERS, Adapted
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.kernels.gemm_epilogue import add_adapters, finish
+from headrace.kernels.gemm_epilogue import add_adapters, finish, sum_of_parts
 from headrace.kernels.tiled import BLOCK, BYTES, LANES, ROWS, TiledWeight, runs_of
 from headrace.kernels.tiled_codes import unpacked
 
@@ -223,38 +223,16 @@ def tiled_dots(
     return acc
 
 
-@triton.jit
-def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.constexpr):
-    """Return the sum of what SPLIT programs computed # [rows, outputs] fp32, and whether this program is to store it.
-    `part` is which of them this is, and `sharers` is a number that they alone have in common."""
-    done = True
-    if SPLIT > 1:
-        ROWS: tl.constexpr = acc.shape[0]
-        OUTPUTS: tl.constexpr = acc.shape[1]
-        cell = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        all_parts = parts_ptr + (sharers * SPLIT).to(tl.int64) * (ROWS * OUTPUTS) + cell
-        tl.store(all_parts + part * (ROWS * OUTPUTS), acc, mask=row_in[:, None])
-        tl.debug_barrier()  # all of the program's stores come before its arrival
-        done = tl.atomic_add(arrived_ptr + sharers, 1, sem="acq_rel") == SPLIT - 1
-        if done:
-            acc = tl.load(all_parts, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                one = all_parts + other * (ROWS * OUTPUTS)
-                acc += tl.load(one, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
-            tl.store(arrived_ptr + sharers, 0)
-    return acc, done
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_kernel(
     out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
-    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, h_ptr, slots_ptr, used_ptr, b_ptr, ranks_ptr,
+    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, s_ptr, slots_ptr, used_ptr, b_ptr,
     starts_ptr, slot_step, N, K, tiles, words_step, parts, eps, num_tokens, x_stride,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
-    ASM: tl.constexpr, SPLITS: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
+    ASM: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS by BLOCK_M tokens; grid (outputs, parts of the inputs, tokens)."""
     if OVERLAP:
@@ -274,11 +252,10 @@ def _tiled_kernel(
     weight_row = row_of(tile * _ROWS + tl.arange(0, OUTPUTS), N, GATED)
     acc = tl.trans(acc)
     delta = None
-    if h_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
-        slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    if s_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
         delta = add_adapters(
-            tl.zeros_like(acc), h_ptr, used_ptr, b_ptr, ranks_ptr, starts_ptr, slot_step, slot, row, weight_row,
-            num_tokens, tl.load(used_ptr), False, SPLITS, SEATS, RANK, BLOCK_R, TOGETHER,
+            tl.zeros_like(acc), s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row,
+            tl.load(used_ptr), False, SEATS, RANK, SLOTS, COLUMNS,
         )  # fmt: skip
     sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     acc, done = sum_of_parts(acc, row_in, tl.program_id(1), sharers, parts_ptr, arrived_ptr, SPLIT)
@@ -317,8 +294,8 @@ def launch_tiled(
     """Do what gemm.py's skinny_linear describes, by `programs` for all outputs. `tensors`: the kernel's first ones,
     from the output to what the next norm needs."""
     num_tokens, k = x.shape
-    of_adapters: tuple[Any, ...] = (None,) * 7 if adapters is None else adapters.arguments
-    kinds = NO_ADAPTERS if adapters is None else adapters.options(config.block_m)
+    of_adapters: tuple[Any, ...] = (None,) * 6 if adapters is None else adapters.arguments
+    kinds = NO_ADAPTERS if adapters is None else adapters.options
     tokens = -(-num_tokens // config.block_m)
     sums: Tensor | None = None
     if config.split > 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.kernels.adapters import MOST_BLOCKS, RANK_STEP, Adapted, AdapterWeights, StepSlots
+from headrace.kernels.adapters import RANK_STEP, Adapted, AdapterWeights, StepSlots, counters_of, spread
 from headrace.kernels.fp8 import Quantized
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import KernelTable
@@ -72,16 +72,16 @@ class Seat:
 
     def add_rows(self, ids: Tensor, out: Tensor) -> None:
         """Add the same where x is the row of a unit matrix, `ids` saying which: for an embedding."""
-        slots, a = self.slots, self.weights.a
-        shrunk = a[slots.of_tokens.clamp(min=0).long(), :, ids].float()
-        self.owner.kernels.expand_adapters(out, shrunk.unsqueeze(0), slots, self.weights)
+        slots, weights = self.slots, self.weights
+        s = spread(weights.a[slots.of_tokens.clamp(min=0).long(), :, ids], slots, weights)
+        self.owner.kernels.expand_adapters(out, s, slots, weights)
 
     def read(self, changes: dict[str, LowRank], tensor: ReadTensor, a: Tensor, b: Tensor) -> int:
         """Write an adapter's matrices into this seat's A and B; return its rank, 0: it does not change the linear."""
         room, most = self.weights.rank, 0
-        parts = [one for one in self.parts if any(name in changes for name in one[0])]
-        if parts:
-            a.zero_(), b.zero_()
+        found = [changes[name] for one in self.parts for name in one[0][:1] if name in changes]
+        if len(found) < len(self.parts) or any(one.rank < room for one in found):
+            a.zero_(), b.zero_()  # what is not written below
         for place, (names, part, before) in enumerate(self.parts):
             for name, first in zip(names, (0, before), strict=False):
                 if (change := changes.get(name)) is None:
@@ -139,7 +139,7 @@ class Adapters:
         a = torch.empty(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device="meta")
         b = torch.empty(self.num_slots, outputs, rank, dtype=self.dtype, device="meta")
         ranks = torch.empty(self.num_slots, dtype=torch.int32, device="meta")
-        arrived = torch.zeros(2 * MOST_BLOCKS, dtype=torch.int32, device=self.device)
+        arrived = torch.zeros(counters_of(*a.shape[:2]), dtype=torch.int32, device=self.device)
         self.seats.append(Seat(self, len(self.seats), AdapterWeights(a, b, ranks, starts, sizes, arrived), parts))
         return self.seats[-1]
 

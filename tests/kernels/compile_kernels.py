@@ -522,17 +522,17 @@ def compile_recurrent(target):
 def compile_adapters(family):
     """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest; and linears
     that add them by themselves."""
-    known, ranks, slots = set(), torch.zeros(16, dtype=torch.int32), adapters.StepSlots(*torch.zeros(2, 64).int())
+    known, ranks, slots = set(), torch.zeros(99, dtype=torch.int32), adapters.StepSlots(*torch.zeros(2, 64).int())
     for dtype, rank, parts in grid(DTYPES, (16, 64), (3, 1), most=1):
         a, b = torch.zeros(4, parts * rank, 4096, dtype=dtype), torch.zeros(4, parts * 1024, rank, dtype=dtype)
         weights = adapters.AdapterWeights(a, b, ranks, ranks[: parts + 1], (1024,) * parts, ranks)
-        h = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
-        adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), h, slots, weights)
+        s = adapters.shrink_adapters(torch.zeros(64, 4096, dtype=dtype), slots, weights)
+        adapters.expand_adapters(torch.zeros(64, parts * 1024, dtype=dtype), s, slots, weights)
         for kernel in (adapters._shrink_kernel, adapters._expand_kernel):
             report(f"adapters {kernel.__name__} {dtype} rank {rank} parts {parts}", kernel, known)
         if dtype != torch.bfloat16 or (rank, parts) == (64, 1):
             continue
-        given = adapters.Adapted(slots, weights, h)
+        given = adapters.Adapted(slots, weights, s)
         known |= {id(found) for kernel in (gemm._skinny_kernel, tiled_gemm._tiled_kernel) for found in compiled(kernel)}
         outputs, gated = parts * 1024, parts == 1
         for bucket in BUCKETS[1:] if SWEEP else (16,):

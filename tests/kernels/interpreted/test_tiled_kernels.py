@@ -91,8 +91,8 @@ def test_adapters_are_added_to_the_product(config):
     weights = made_up_adapters(make, (inner, inner), hidden, 16, slots=5)
     slots, x = StepSlots.of(make.integers(-1, 5, 9, dtype=torch.int32), 5), torch.randn(9, hidden).bfloat16()
     half = half_norm_reference(x, torch.rand(hidden).bfloat16() + 0.5)
-    h = shrink_adapters_reference(half.scaled, slots, weights)
-    around = {"gated": True, "eps": 1e-5, "adapters": Adapted(slots, weights, torch.cat((h / 4, h * 3 / 4)))}
+    s = shrink_adapters_reference(half.scaled, slots, weights)
+    around = {"gated": True, "eps": 1e-5, "adapters": Adapted(slots, weights, s)}
     wanted = skinny_linear_reference(half, weight, None, dtype=torch.float32, **around)
     assert error(skinny_linear(half, weight, None, config, **around), wanted) <= 1e-2
     bare = skinny_linear_reference(half, weight, None, dtype=torch.float32, gated=True, eps=1e-5)
