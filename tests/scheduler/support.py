@@ -153,8 +153,9 @@ class FakeDevice:
     Drafts are guessed as `drafts` says: `right` and `wrong` always are, `random` ones about half of the time.
     """
 
-    def __init__(self, layout: CacheLayout, scripts: list[Script], drafts: str = "right") -> None:
-        self.layout = layout
+    def __init__(self, layout: CacheLayout, scripts: list[Script], drafts: str = "right", slots: int = 1) -> None:
+        """`slots`: states that a request keeps."""
+        self.layout, self.slots = layout, slots
         self.scripts = scripts
         self.drafts = drafts
         self.owner: dict[int, Script] = {}
@@ -164,7 +165,7 @@ class FakeDevice:
         self.block_tables: dict[int, list[dict[int, int]]] = {}
         """row -> of each group: place -> block"""
         self.kv: dict[tuple[int, int, int], int] = {}
-        """(group, block, place in it) -> digest of the position, or of the last one that a state has seen"""
+        """(group, block, place or slot in it) -> digest of the position, or of the last one that a state has seen"""
         self.writer: dict[int, int] = {}
         """page -> the group whose numbers are in it"""
 
@@ -184,7 +185,9 @@ class FakeDevice:
         self._clear(step.cleared_pages)
         for copy in step.state_copies:
             assert self.layout.groups[copy.group].is_state
-            self._put(copy.group, copy.target, 0, self.kv[copy.group, copy.source, 0])
+            for slot in range(self.slots):
+                if (held := self.kv.get((copy.group, copy.source, slot))) is not None:
+                    self._put(copy.group, copy.target, slot, held)
         for update in step.block_updates:
             table, told = self.block_tables[update.row][update.group], dict(enumerate(update.block_ids, update.start))
             assert told
@@ -240,8 +243,11 @@ class FakeDevice:
         for index, (group, table) in enumerate(zip(self.layout.groups, self.block_tables[row], strict=True)):
             if group.is_state:
                 if computed:
-                    assert self.kv.get((index, table[0], 0)) == script.digests[computed - 1], "not its state"
-                self._put(index, table[0], 0, digests[-1])
+                    before = index, table[0], (computed - 1) % self.slots
+                    assert self.kv.get(before) == script.digests[computed - 1], "not its state"
+                end = computed + count + drafts
+                for position in range(computed if count + drafts <= self.slots else end - 1, end):
+                    self._put(index, table[0], position % self.slots, digests[position])
                 continue
             for position in range(computed, computed + count + drafts):
                 block = table[position // group.block_size]

@@ -58,7 +58,7 @@ class Traffic:
             length = DraftLength(lengths, lambda *_: 0.1 + costs.random())
         self.scheduler = Scheduler(config, length)
         self.find_cached, self.scheduler.kv_cache.find_cached = self.scheduler.kv_cache.find_cached, self.found
-        self.device = FakeDevice(config.layout, scripts, drafts)
+        self.device = FakeDevice(config.layout, scripts, drafts, 1 + config.num_drafts)
         self.upcoming = deque(scripts)
         self.script_of: dict[str, Script] = {}
         self.received: dict[str, Received] = {}
@@ -385,8 +385,6 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     block_size = draw(st.sampled_from([1, 2, 3] if tight else [1, 2, 3, 4, 5, 16, 32, 64]))
     max_num_batched_tokens = fewest_tokens + draw(st.integers(0, 3 if tight else 12))
     layout = draw(layouts(block_size))
-    if any(group.is_state for group in layout.groups):
-        num_drafts = 0
     draft_places = draw(st.sampled_from([0, num_drafts]))
     for_one = layout.pages_for(max_model_len, max_num_batched_tokens + draft_places)
     return SchedulerConfig(

@@ -38,7 +38,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 2},
     "eagle, adaptive": {"method": "eagle", "num_speculative_tokens": 2, "adaptive": True},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 2},
+    "mtp": {"method": "mimo_mtp", "num_speculative_tokens": 2},
 }
+MIMO: dict[str, Any] = {"architectures": ["MiMoForCausalLM"]}  # which brings a layer for further tokens
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"architectures": ["LlamaForCausalLM"]},
     "eagle3": {
@@ -67,10 +69,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     """The model (""), and by method another whose first layer is alike, and heads; of weights with which tokens differ
     in chance."""
     where = tmp_path_factory.mktemp("small vocabulary")
-    of_one = {"draft_model": {}, **HEADS}
+    of_one = {"draft_model": MIMO, **HEADS}
     made = {method: write_config(where / method, num_hidden_layers=1, **one) for method, one in of_one.items()}
     with mock.patch.object(filling, "DUMMY_RANGE", 0.8):
-        yield {"": write_config(where / "model"), **made}
+        yield {"": write_config(where / "model", num_nextn_predict_layers=1, **MIMO), **made}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def test_answers_are_those_without(
     method: str, plain: list[RequestOutput], drafters: dict[str, tuple[str, dict[str, Any]]]
 ) -> None:
     model, given = drafters[method]
-    with LLM(model, **SMALL, speculative_config=given) as llm:
+    with LLM(model, **{**SMALL, "num_gpu_blocks_override": 13}, speculative_config=given) as llm:
+        scheduler = llm._core.scheduler  # type: ignore[attr-defined]
+        scheduler.config = replace(scheduler.config, look_ahead=False)  # so that some are preempted
         for _ in range(2):  # the second time, prompts are in the prefix cache
             assert written(answers(llm)) == written(plain)
         stats, shown = llm.stats(), llm.metrics.render().decode()
@@ -103,6 +106,8 @@ def test_answers_are_those_without(
     assert sum(counts.accepted_at) == counts.num_accepted
     assert list(counts.accepted_at) == sorted(counts.accepted_at, reverse=True)
     assert stats.prefix_cache_hits > 0
+    assert stats.num_preemptions > 0
+    assert stats.num_free_blocks == stats.num_blocks
     of = f'engine="0",model_name="{model}"'
     for name, count in (
         ("num_drafts", counts.num_drafts),
@@ -141,7 +146,7 @@ def test_a_model_guesses_what_it_would_write_itself(
     assert counts.num_accepted == counts.num_tokens > 40
 
 
-@pytest.mark.parametrize("method", ["the model itself", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", DRAFTERS)
 def test_two_ranks_guess_alike(method: str, drafters: dict[str, tuple[str, dict[str, Any]]]) -> None:
     """On two ranks the answers, and as many right guesses, as on one."""
     model, given = drafters[method]
