@@ -109,8 +109,8 @@ def _shrink_kernel(
     SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by first matrices; grid (blocks of their rows, SPLIT, blocks of tokens). A program whose rows no token
-    uses takes no turn of the loop: it has no product under a condition."""
+    """Multiply by first matrices; grid (blocks of their rows, SPLIT, blocks of tokens). A program whose rows none of
+    its tokens uses takes no turn of the loop: it has no product under a condition."""
     across, split, down = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot_of_row, column, rows_ptrs = rows_in_use(
         across, a_ptr, used_ptr, ranks_ptr, slot_step, inputs, SEATS, RANK, SLOTS, BLOCK_N
@@ -126,6 +126,9 @@ def _shrink_kernel(
     wait_for_inputs(OVERLAP)
     row = down * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
+    slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    own = (slot[:, None] == slot_of_row[None, :]).to(tl.int32)
+    end = tl.where(tl.max(tl.max(own, axis=1), axis=0) > 0, end, start)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -140,29 +143,29 @@ def _shrink_kernel(
         acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
     acc, done = sum_of_parts(acc, row_in, split, across, parts_ptr, arrived_ptr, SPLIT)
     if done:
-        slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
         store_shrunk(acc, s_ptr, row, row_in, slot, slot_of_row, column, SEATS * SLOTS * RANK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     out_ptr, s_ptr, slots_ptr, used_ptr, b_ptr, starts_ptr, slot_step, out_stride, num_tokens, outputs,
-    SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+    SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by second matrices and add to outputs; grid (blocks of tokens, blocks of outputs)."""
+    """Multiply by second matrices, from the first slot that one of the tokens has to the last, and add to outputs; grid
+    (blocks of tokens, blocks of outputs)."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_in, count = row < num_tokens, tl.load(used_ptr)
-    if OVERLAP:
-        for place in range(1, count + 1):
-            of_slot = b_ptr + tl.load(used_ptr + place).to(tl.int64) * slot_step
-            into_l2(of_slot + tl.minimum(column, outputs - 1) * RANK)
+    every = tl.arange(0, PLACES)
+    used = tl.load(used_ptr + 1 + every, mask=every < count, other=SLOTS)
     wait_for_inputs(OVERLAP)
     slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
+    lowest, highest = tl.min(tl.where(slot < 0, SLOTS, slot), axis=0), tl.max(slot, axis=0)
+    first, end = tl.sum((used < lowest).to(tl.int32), axis=0), tl.sum((used <= highest).to(tl.int32), axis=0)
     acc = add_adapters(
         tl.zeros([BLOCK_M, BLOCK_N], tl.float32), s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, column,
-        tl.where(tl.max(slot, axis=0) < 0, 0, count), False, SEATS, RANK, SLOTS, COLUMNS,
+        first, end, False, SEATS, RANK, SLOTS, COLUMNS,
     )  # fmt: skip
     places, held = out_ptr + row.to(tl.int64)[:, None] * out_stride + column, row_in[:, None] & (column < outputs)
     out = tl.load(places, mask=held, other=0.0).to(tl.float32) + acc
@@ -199,7 +202,8 @@ def expand_adapters(out: Tensor, s: Tensor, slots: StepSlots, weights: AdapterWe
         block = 128 if 64 < num_tokens <= SPLIT_TOKENS else 64
         _expand_kernel[(-(-num_tokens // block), -(-outputs // BLOCK_OUTPUTS))](
             out, *given.arguments, out.stride(0), num_tokens, outputs,
-            BLOCK_M=block, BLOCK_N=BLOCK_OUTPUTS, num_warps=4, **given.options, **overlap(),
+            PLACES=next_power_of_2(len(weights.a)), BLOCK_M=block, BLOCK_N=BLOCK_OUTPUTS, num_warps=4,
+            **given.options, **overlap(),
         )  # fmt: skip
 
 

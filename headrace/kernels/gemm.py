@@ -204,7 +204,8 @@ def _skinny_kernel(
         )  # fmt: skip
         row_in = row_in & (tl.program_id(0) >= shrinkers)
         acc = add_adapters(
-            acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, tl.where(shrinks, 0, count),
+            acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, 0,
+            tl.where(shrinks, 0, count),
             SWAP, SEATS, RANK, SLOTS, COLUMNS,
         )  # fmt: skip
     if SWAP:

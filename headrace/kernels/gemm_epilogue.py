@@ -135,13 +135,13 @@ def share_shrunk(
 
 @triton.jit
 def add_adapters(
-    acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, count,
+    acc, s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, begin, count,
     SWAP: tl.constexpr, SEATS: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus `s` (kernels/adapters.py), of tokens `row`, times the second matrices of the first `count` slots
-    in use, for the weight's rows `weight_row`, in the form of `add_product`: further inputs, whose weights are those
-    matrices. Each part of the rows has inputs of its own."""
-    lane, blocks = tl.arange(0, COLUMNS), tl.cdiv(count * RANK, COLUMNS)
+    """Return acc plus `s` (kernels/adapters.py), of tokens `row`, times the second matrices of the slots in use from
+    `begin` up to `count`, for the weight's rows `weight_row`, in the form of `add_product`: further inputs, whose
+    weights are those matrices. Each part of the rows has inputs of its own."""
+    lane, blocks = tl.arange(0, COLUMNS), tl.cdiv((count - begin) * RANK, COLUMNS)
     lowest, highest = tl.min(weight_row, axis=0), tl.max(weight_row, axis=0)
     first, last = 0, 1
     for other in tl.static_range(1, SEATS):
@@ -151,15 +151,15 @@ def add_adapters(
     s_ptrs = s_ptr + row.to(tl.int64)[:, None] * (SEATS * SLOTS * RANK) + lane[None, :]
     b_ptrs = b_ptr + weight_row.to(tl.int64)[:, None] * RANK
     for turn in range(first * blocks, last * blocks):
-        seat, begin = turn // blocks, turn % blocks * COLUMNS
-        place = (begin + lane) // RANK
+        seat, column = turn // blocks, begin * RANK + turn % blocks * COLUMNS
+        place = (column + lane) // RANK
         held = place < count
         of = tl.max_constancy(tl.load(used_ptr + 1 + place, mask=held, other=0), 16)
         inside = (weight_row >= tl.load(starts_ptr + seat)) & (weight_row < tl.load(starts_ptr + seat + 1))
-        inputs = of.to(tl.int64) * slot_step + (begin + lane) % RANK
+        inputs = of.to(tl.int64) * slot_step + (column + lane) % RANK
         b = tl.load(b_ptrs + inputs[None, :], mask=inside[:, None] & held[None, :], other=0.0)
         s_in = row_in[:, None] & held[None, :]
-        s = tl.load(s_ptrs + seat * (SLOTS * RANK) + begin, mask=s_in, other=0.0, cache_modifier=".cg")
+        s = tl.load(s_ptrs + seat * (SLOTS * RANK) + column, mask=s_in, other=0.0, cache_modifier=".cg")
         acc = add_product(b, s, acc, SWAP)
     return acc
 

@@ -254,7 +254,7 @@ def _tiled_kernel(
     delta = None
     if s_ptr is not None:  # by each of SPLIT programs: which is the last to arrive is a condition
         delta = add_adapters(
-            tl.zeros_like(acc), s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row,
+            tl.zeros_like(acc), s_ptr, used_ptr, b_ptr, starts_ptr, slot_step, row, row_in, weight_row, 0,
             tl.load(used_ptr), False, SEATS, RANK, SLOTS, COLUMNS,
         )  # fmt: skip
     sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)

@@ -45,7 +45,7 @@ def test_kernels_compile_without_spilling(target, extent):
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200
     assert all(entry["spills"] <= 1024 for entry in latents)
     adapting = [entry for entry in found if entry["kernel"].startswith("adapters _skinny")]
-    assert all(entry["spills"] <= 160 for entry in adapting)  # bytes, behind the loop: those of 128 tokens have 144
+    assert all(entry["spills"] <= 16 for entry in adapting)  # bytes, behind the loop
     few = [entry for entry in found if "decode" in entry["kernel"] and entry["early"]]
     assert all(entry["spills"] <= 272 for entry in few)  # of a first tile that waits for the query, 2% faster
     assert [entry for entry in found if entry["spills"] and entry not in (*latents, *adapting, *few)] == []
