@@ -74,7 +74,13 @@ def build_model(config: ModelConfig, context: LayerContext, taps: tuple[int, ...
             f"pipeline_parallel_size must be 1 for {config.architecture}, got {len(context.stage.partition)}: "
             f"{name} in {module} does not say `in_stages`"
         )
-    model = model_class(config, context.stage.of(replace(entry.spec(config.fields), taps=taps)), context)
+    spec = replace(entry.spec(config.fields), taps=taps)
+    if context.kept_states > 1 and module != LLAMA[0] and any(layer.mixer.kind == "state" for layer in spec.layers):
+        raise ConfigError(
+            f"speculative_config is not served with {config.architecture}: {name} in {module} keeps one "
+            "recurrent state of a request, which cannot take back what was guessed wrong"
+        )
+    model = model_class(config, context.stage.of(spec), context)
     if taps and getattr(getattr(model, "model", None), "taps", ()) != taps:
         raise ConfigError(f"{entry.architecture} keeps no inputs of its layers, which method eagle3 needs")
     return model

@@ -128,3 +128,9 @@ def test_a_family_that_does_not_say_in_stages_is_not_divided_into_them() -> None
         ConfigError, match=r"pipeline_parallel_size must be 1 for UnlikeForCausalLM, got 2: .*in_stages"
     ):
         build_model(config, context)
+
+
+def test_a_family_with_states_of_its_own_is_served_without_guesses() -> None:
+    config = ModelConfig.from_dict(CONFIG)
+    with pytest.raises(ConfigError, match=r"speculative_config is not served with .* keeps one recurrent state"):
+        build_model(config, replace(make_context(config), kept_states=3))
