@@ -60,7 +60,7 @@ def test_the_log_lines_that_cases_look_for_are_in_the_engine() -> None:
     source = "\n".join(path.read_text() for path in Path(headrace.__file__).parent.rglob("*.py"))
     script = (SCRIPT.parent / "h200_parts" / "memory.py").read_text()
     wanted = [words for line in re.findall(r"\.said\(([^)]+)\)", script) for words in re.findall(r'"([^"]+)"', line)]
-    assert len(wanted) >= 6
+    assert len(wanted) >= 5
     wanted += ["the weights do not fit", "elf-check", "graphs are off"]
     assert not [words for words in wanted if words not in source]
 

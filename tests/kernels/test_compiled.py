@@ -44,8 +44,9 @@ def test_kernels_compile_without_spilling(target, extent):
     assert len(latents) >= (8 if sweep else 5)
     # the sums of 64 rows over a latent leave few registers for all else, and are faster so than those of 32 on an H200
     assert all(entry["spills"] <= 1024 for entry in latents)
-    adapting = [entry for entry in found if entry["kernel"].startswith("adapters _skinny")]
-    assert all(entry["spills"] <= 16 for entry in adapting)  # bytes, behind the loop
+    adapting = [entry for entry in found if entry["kernel"].startswith(("adapters _skinny", "adapters _tiled"))]
+    # bytes, behind the loop; AMD's are scalar registers, which lanes of a vector register hold
+    assert all(entry["spills"] <= 16 for entry in adapting)
     few = [entry for entry in found if "decode" in entry["kernel"] and entry["early"]]
     assert all(entry["spills"] <= 272 for entry in few)  # of a first tile that waits for the query, 2% faster
     assert [entry for entry in found if entry["spills"] and entry not in (*latents, *adapting, *few)] == []

@@ -23,6 +23,7 @@ COLOURS = {
     "cudagraph_mode": "#009e73",
     "kv_cache_dtype": "#b05a8f",
     "attention_backend": "#4aa8dc",
+    "speculative_config": "#8c6d31",
     TOGETHER: "#7d7d7d",
 }
 """What a trial varies -> its colour in table and plots; the table's order."""

@@ -50,13 +50,13 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"task": "embed", "tokenizer_mode": "auto"}, {"task": "embed"}),
     ({"pooler_config": {"normalize": False}}, {"pooler_config": {"normalize": False}}),
     ({"model_impl": "vllm", "config_format": "hf"}, {}),
+    ({"distributed_executor_backend": "mp"}, {"distributed_executor_backend": "mp"}),
 ]
 INERT: list[tuple[dict[str, Any], str]] = [
     ({"swap_space": 4}, "recomputed, not swapped"),
     ({"trust_remote_code": True}, "never run"),
     ({"attention_backend": "FLASH_ATTN"}, "a kernel of vLLM's"),
     ({"compilation_config": 3}, "nothing is compiled"),
-    ({"distributed_executor_backend": "mp"}, "processes that headrace starts"),
     ({"limit_mm_per_prompt": {"image": 3, "video": 1}}, "text alone"),
     ({"mm_processor_kwargs": {"max_pixels": 589824}}, "text alone"),
     ({"max_logprobs": 20}, "the limit is fixed"),
