@@ -77,10 +77,11 @@ def test_tokens_are_transformers_own(
     for one in [*busy, *late, *again[0], *again[1]]:
         assert one.tokens == best_tokens(reference, one.prompt, one.tokens, never=EOS)
         assert one.abort_after is not None or len(one.tokens) == one.params.max_tokens
-    assert stats[0].num_preemptions > 0
+    # windows and states leave the longest request so many pages that all others fit beside it
+    assert (stats[0].num_preemptions > 0) == (name not in ("sliding", "hybrid"))
     assert stats[0].prefix_cache_hits >= 32
     assert stats[1].prefix_cache_hits == 0
-    for load in (each.expert_load for each in stats):
+    for load in (each.expert_load for each in stats[:2]):  # the others have no tokens to count
         assert len(load.of_ranks) == ranks
         assert sum(load.of_ranks) <= ranks * load.of_busiest <= ranks * sum(load.of_ranks)
     assert sum(stats[0].expert_load.of_ranks) > sum(stats[1].expert_load.of_ranks) > 0, "each counts its own tokens"
