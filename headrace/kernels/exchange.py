@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.fp8 import warps_of_row
-from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, SUMMED_DTYPES, Peers, end_turn
+from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, SUMMED_DTYPES, Peers, awaited_sum, end_turn
 
 _MOST_PROGRAMS = tl.constexpr(MOST_PROGRAMS)
 _WORDS = {2: (torch.int16, EMPTY), 4: (torch.int32, -2147450880)}
@@ -78,21 +78,8 @@ def _scatter_rows_kernel(
         to = (rank + 1 + step) % RANKS
         _send(x_ptr + to * size, place, inside, addresses_ptr, to, first + rank * room + place, EMPTY)
     here = tl.multiple_of(tl.load(addresses_ptr + rank).to(x_ptr.dtype), 16) + first
-    looks = tl.zeros([], tl.int32)
-    arrived = tl.zeros([], tl.int32)
-    total = tl.zeros(place.shape, tl.float32)
-    while (arrived == 0) & (looks < most):
-        total = tl.zeros_like(total)
-        present = tl.full(place.shape, 1, tl.int32)
-        for other in tl.static_range(RANKS):
-            word = tl.load(here + other * room + place, mask=inside, other=0, volatile=True)
-            present = tl.where(word == EMPTY, 0, present)
-            total += word.to(out_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-        arrived = tl.min(present, axis=0)
-        looks += 1
-    empty = tl.full(place.shape, EMPTY, x_ptr.dtype.element_ty)
-    for other in tl.static_range(RANKS):
-        tl.store(here + other * room + place, empty, mask=inside)
+    empty = tl.full([], EMPTY, x_ptr.dtype.element_ty)
+    total, arrived = awaited_sum(here, place, inside, room, most, empty, out_ptr.dtype.element_ty, RANKS)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
     end_turn(turns_ptr, alarm_ptr, turn, arrived)
 

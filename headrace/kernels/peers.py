@@ -137,6 +137,27 @@ def end_turn(turns_ptr, alarm_ptr, turn, arrived):
 
 
 @triton.jit
+def awaited_sum(here, place, inside, room, most, empty, DTYPE: tl.constexpr, RANKS: tl.constexpr):
+    """Look at most `most` times at the own buffer for every rank's words at `place`, and empty their places. Return
+    their sum as numbers of DTYPE, in fp32 and in the order of ranks, and whether (1 or 0) all had arrived."""
+    looks = tl.zeros([], tl.int32)
+    arrived = tl.zeros([], tl.int32)
+    total = tl.zeros(place.shape, tl.float32)
+    while (arrived == 0) & (looks < most):
+        total = tl.zeros_like(total)
+        present = tl.full(place.shape, 1, tl.int32)
+        for other in tl.static_range(RANKS):
+            word = tl.load(here + other * room + place, mask=inside, other=0, volatile=True)
+            present = tl.where(word == empty, 0, present)
+            total += word.to(DTYPE, bitcast=True).to(tl.float32)
+        arrived = tl.min(present, axis=0)
+        looks += 1
+    for other in tl.static_range(RANKS):
+        tl.store(here + other * room + place, tl.zeros(place.shape, empty.dtype) + empty, mask=inside)
+    return total, arrived
+
+
+@triton.jit
 def sum_over_ranks(
     share, place, inside, addresses_ptr, turns_ptr, alarm_ptr, rank, room, most_looks, RANKS: tl.constexpr
 ):
@@ -154,20 +175,7 @@ def sum_over_ranks(
     words = tl.where(words == empty, tl.zeros_like(words), words)
     here = send_to_ranks(words, place, inside, addresses_ptr, (turn & 1) * RANKS * room, rank, room, RANKS)
     most = tl.where(lost == 0, most_looks, 1)
-    looks = tl.zeros([], tl.int32)
-    arrived = tl.zeros([], tl.int32)
-    total = tl.zeros_like(share).to(tl.float32)
-    while (arrived == 0) & (looks < most):
-        total = tl.zeros_like(total)
-        present = tl.full(words.shape, 1, tl.int32)
-        for other in tl.static_range(RANKS):
-            word = tl.load(here + other * room + place, mask=inside, other=0, volatile=True)
-            present = tl.where(word == empty, 0, present)
-            total += word.to(share.dtype, bitcast=True).to(tl.float32)
-        arrived = tl.min(present, axis=0)
-        looks += 1
-    for other in tl.static_range(RANKS):
-        tl.store(here + other * room + place, tl.zeros_like(words) + empty, mask=inside)
+    total, arrived = awaited_sum(here, place, inside, room, most, empty, share.dtype, RANKS)
     end_turn(turns_ptr, alarm_ptr, turn, arrived)
     return total.to(share.dtype).to(tl.float32)
 
