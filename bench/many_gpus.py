@@ -31,7 +31,6 @@ import json
 import os
 import random
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -47,6 +46,7 @@ from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS, in_cata
 from headrace.distributed.ranks import Ranks
 from headrace.environment import child_environment
 from headrace.kernels.peers import QUICK_BITS
+from headrace.process import free_port
 
 MOST_SECONDS = 530
 
@@ -134,10 +134,7 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
 def start_nodes(folder: Path, layout: Layout) -> int:
     """Start the other machines of a layout, each of which sees GPUs of its own; return the port where they meet."""
     os.environ.setdefault("HEADRACE_SECRET", secrets.token_hex())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    each = layout.tp * layout.pp // layout.nodes
+    port, each = free_port(), layout.tp * layout.pp // layout.nodes
     for node in range(1, layout.nodes):
         command = [
             sys.executable,

@@ -16,6 +16,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -60,6 +61,14 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port at which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def spawn(

@@ -277,12 +277,11 @@ def _nccl_group(no_peers: str, quick_reduce: str, quick_most: int, name: str, me
         return own.all_reduce(tensor, found) if found.take(tensor) else made.all_reduce(tensor)
 
     def gather_rows(tensor: Tensor) -> Tensor:
-        taken = exchange.takes(found, tensor)
-        return exchange.gather_rows(tensor, found) if taken else made.gather_rows(tensor)
+        return exchange.gather_rows(tensor, found) if found.fit(tensor) else made.gather_rows(tensor)
 
     def scatter_rows(tensor: Tensor) -> Tensor:
-        taken = exchange.takes(found, tensor, made.size)
-        return exchange.scatter_rows(tensor, found) if taken else made.scatter_rows(tensor)
+        fits = found.fit(tensor, made.size)
+        return exchange.scatter_rows(tensor, found) if fits else made.scatter_rows(tensor)
 
     return replace(made, all_reduce=all_reduce, gather_rows=gather_rows, scatter_rows=scatter_rows, peers=found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ POLL_SECONDS = 0.1
 """How often a further front end looks whether a core still runs."""
 
 
-class CoreLink:
+class CoreLink(ABC):
     """Holds the two sockets between a front end and a core, whoever has started that. To be used from one event loop.
     Sending never waits. `receive` raises EngineDeadError once the core has failed or died."""
 
@@ -68,11 +69,6 @@ class CoreLink:
         self._core_busy = False
         self._problem = ""
 
-    @property
-    def pid(self) -> int:
-        """The core's process."""
-        raise NotImplementedError
-
     async def ready(self) -> CoreFacts:
         """Wait until the core can take requests. An error of the core's start is raised here, as its own class."""
         reply = await self._next()
@@ -84,19 +80,19 @@ class CoreLink:
             raise EngineDeadError(f"the engine core sent {type(reply).__name__} before it was ready")
         return reply.facts
 
+    @abstractmethod
     async def again(self) -> CoreLink:
         """Return a link to the core that takes the place of this one, which has died; it need not be ready."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """End the core's process at once; `receive` then says that it is dead."""
-        raise NotImplementedError
 
-    def _is_alive(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _is_alive(self) -> bool: ...
 
-    def _death(self) -> EngineDeadError:
-        raise NotImplementedError
+    @abstractmethod
+    def _death(self) -> EngineDeadError: ...
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
         """Send the choices of one request, which share their prompt."""
@@ -269,10 +265,6 @@ class JoinedCore(CoreLink):
         self._pid = 0
         self._ready: Ready | None = None
         """What the core's successor has said, if it came before the death was noticed."""
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     async def ready(self) -> CoreFacts:
         while self._ready is None:

@@ -12,17 +12,11 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.fp8 import warps_of_row
-from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, SUMMED_DTYPES, Peers, awaited_sum, end_turn
+from headrace.kernels.peers import EMPTY, MOST_PROGRAMS, SMALLEST_BLOCK, Peers, awaited_sum, end_turn
 
 _MOST_PROGRAMS = tl.constexpr(MOST_PROGRAMS)
 _WORDS = {2: (torch.int16, EMPTY), 4: (torch.int32, -2147450880)}
 """bytes of a number -> the type of its word, and the word of what has not arrived"""
-
-
-def takes(own: Peers, rows: Tensor, messages: int = 1) -> bool:
-    """Tell whether the kernels exchange `rows`, which are so many ranks' messages and alike on every rank."""
-    fits = rows.nbytes <= messages * own.most and rows.dtype in SUMMED_DTYPES
-    return own.on and fits and rows.is_contiguous()
 
 
 @triton.jit

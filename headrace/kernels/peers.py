@@ -91,10 +91,14 @@ class Peers:
         """Tell whether a kernel did not get all shares: whatever was computed since is wrong."""
         return bool(self._alarm[0])
 
+    def fit(self, tensor: Tensor, messages: int = 1) -> bool:
+        """Tell whether the buffers take a tensor like this, which is so many messages and alike on every rank."""
+        small = tensor.nbytes <= messages * self.most and tensor.dtype in SUMMED_DTYPES
+        return self.on and small and tensor.is_contiguous()
+
     def take(self, share: Tensor) -> bool:
-        """Tell whether the kernels sum a share like this, which is the same on every rank."""
-        fits = share.nbytes <= self.most and len(share) <= MOST_PROGRAMS and share.dtype in SUMMED_DTYPES
-        return self.on and fits and share.is_contiguous() and not self.bits_in_two(share)
+        """Tell whether the kernels sum a share like this, which is alike on every rank."""
+        return self.fit(share) and len(share) <= MOST_PROGRAMS and not self.bits_in_two(share)
 
     def bits_in_two(self, share: Tensor) -> int:
         """Return the bits in which `all_reduce_in_two` sums a share like this; 0: it does not."""

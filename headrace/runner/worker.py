@@ -220,7 +220,8 @@ class Worker:
             self.notes.append(self.kv_scales.note)
             fill_missing_scales(self.draft)
         waiting = WAITS_FOR_THE_HOST & {*check.demoted}
-        self.refused_graphs = {"decode", "other"} if waiting else set() if subject.decodes else {"decode"}
+        self.refused_graphs = {"decode", "other"} if waiting else set()
+        self.refused_graphs |= set() if subject.decodes else {"decode"}
         if waiting and self.device.type == "cuda":
             self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
         limits = scratch_limits(model_config.vocab_size)

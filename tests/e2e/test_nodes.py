@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from headrace.process import free_port
 from tests.serving import Serve, Served, gone, headrace
 from tests.speed import PATIENCE
 
@@ -20,9 +20,7 @@ GOLDEN = ", there was a little girl named Lily. She loved to play outside"
 
 def test_two_machines_serve_together_and_one_that_dies_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_SECRET", "the secret of these two machines")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["demo", "-tp", "2", "--dtype", "float32", "--nnodes", "2"]
     flags += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     with monkeypatch.context() as there:
@@ -45,9 +43,7 @@ def test_engines_on_two_machines_share_a_door_and_a_machine_that_dies_takes_only
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEADRACE_SECRET", "the secret of these two machines")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.2")
     flags = ["demo", "-dp", "2", "-dpl", "1", "--dtype", "float32"]
     flags += ["--data-parallel-address", "127.0.0.2", "--data-parallel-rpc-port", str(port)]
 

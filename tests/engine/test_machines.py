@@ -4,7 +4,6 @@ is told by name, and one that is gone is awaited again."""
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from headrace.engine.machines import Machines, RemoteCore
 from headrace.engine.messages import CoreConfig
 from headrace.errors import ConfigError, EngineDeadError
 from headrace.hub import DEMO_FOLDER
-from headrace.process import Child
+from headrace.process import Child, free_port
 from tests.executor.test_nodes import SECRET, Node
 from tests.speed import PATIENCE
 
@@ -28,9 +27,7 @@ from tests.speed import PATIENCE
 def spread(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of three engines, of which the first machine has one."""
     monkeypatch.setenv("HEADRACE_SECRET", SECRET)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     at = {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": port}
     return {"data_parallel_size": 3, "data_parallel_size_local": 1, **at}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.engine.ray_nodes import other_machines, start_machines
 from headrace.errors import ConfigError
+from headrace.process import free_port
 from tests.e2e.test_nodes import GOLDEN
 from tests.serving import Serve, gone
 from tests.speed import PATIENCE
@@ -45,9 +45,7 @@ def test_ray_starts_the_other_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("HEADRACE_SECRET", SECRET)  # where Ray is started, since it does not travel through it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:

@@ -3,7 +3,6 @@ named."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 import time
@@ -25,7 +24,7 @@ from headrace.executor import multiproc, nodes
 from headrace.executor.messages import RankConfig, StartRanks
 from headrace.executor.nodes import Nodes
 from headrace.hub import DEMO_FOLDER
-from headrace.process import Child, spawn
+from headrace.process import Child, free_port, spawn
 from tests.speed import PATIENCE
 
 SECRET = "the secret of these two machines"
@@ -41,9 +40,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings that both machines have."""
     monkeypatch.setenv("HEADRACE_SECRET", SECRET)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return {"pipeline_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
 
 

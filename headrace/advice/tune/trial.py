@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import socket
 import tempfile
 import time
 import urllib.error
@@ -24,7 +23,7 @@ from headrace.advice.tune.child import ChildConfig
 from headrace.advice.tune.options import TuneOptions
 from headrace.advice.tune.record import Load, Result, Trial
 from headrace.config import EngineConfig
-from headrace.process import Child, spawn
+from headrace.process import Child, free_port, spawn
 
 POLL = 0.2
 STOP_SECONDS = 8.0
@@ -95,7 +94,7 @@ class _Run:
     def serve(self, config: EngineConfig) -> dict[str, Any]:
         """Start the engine, and return what it decided, by field."""
         self._runner.on_stage("starting")
-        port = _free_port()
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._server = self._spawn(ChildConfig(str(self._log), dataclasses.asdict(config), port))
         while True:
@@ -170,10 +169,3 @@ def last_error(log: Path) -> str:
         lines = []
     wrong = [line for line in lines if re.search(r"error|memory", line, re.IGNORECASE)]
     return (wrong or lines or ["no reason given"])[-1].removeprefix("headrace: error: ")[:400]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
