@@ -31,9 +31,6 @@ KEEP_PACE = 0.95
 """The same for one engine compared with the others."""
 FINISH_SECONDS = 30.0
 """Over how long requests that finish are counted."""
-ABOUT_AS_SOON = 0.15
-"""Of engines whose expected waits are this near to the shortest, the slowest is taken: the others stay free for long
-prompts, which would wait longest on it. In the simulation of tests/engine/test_router.py that shortens the p99."""
 FORGET_SECONDS = 60.0
 """After about so long without a measurement an engine counts as one like the others again."""
 
@@ -135,7 +132,7 @@ class EngineLoad:
         others = self.stats.others
         ahead = self._pending_tokens + others.num_pending_tokens
         until = self.speed.seconds(ahead + work + REQUEST_TOKENS * (self.num_open() + others.num_open))
-        return max(until * self.pace_at(now), self._room_wait(prompt_tokens, now))
+        return max(until * self._pace_at(now), self._room_wait(prompt_tokens, now))
 
     def add(self, request_id: str, keys: Sequence[bytes], prompt_tokens: int, choices: int, now: float) -> None:
         """Count a request that was sent. `request_id`: the one of its first choice."""
@@ -181,7 +178,7 @@ class EngineLoad:
         self.pace = min(max(self._measured / max(self._predicted, 1e-9), 0.02), 50.0)
         self.speed.observe(tokens, seconds / self.pace)
 
-    def pace_at(self, now: float) -> float:
+    def _pace_at(self, now: float) -> float:
         """Return its pace, nearer to 1 the longer ago it was measured: a bad one would never be measured again."""
         return self.pace ** math.exp(-max(0.0, now - self._last_first) / FORGET_SECONDS)
 
@@ -205,8 +202,6 @@ class EngineLoad:
 
 
 def choose(loads: Sequence[EngineLoad], keys: Sequence[bytes], prompt_tokens: int, now: float) -> int:
-    """Return the place of the engine with the shortest expected wait, or of a slower one where it is about as short;
-    among equals the one that was sent less."""
-    waits = [load.expected_wait(keys, prompt_tokens, now) for load in loads]
-    near = [place for place, wait in enumerate(waits) if wait <= (1 + ABOUT_AS_SOON) * min(waits)]
-    return max(near, key=lambda place: (loads[place].pace_at(now), -loads[place].sent_tokens))
+    """Return the place of the engine with the shortest expected wait; among equals the one that was sent less."""
+    waits = [(load.expected_wait(keys, prompt_tokens, now), load.sent_tokens) for load in loads]
+    return waits.index(min(waits))
