@@ -29,7 +29,7 @@ help:
 	@echo 'make install    what serving needs, in $(VENV); the command is $(BIN)/headrace (TORCH_SPEC=..., PIP_ARGS=...)'
 	@echo 'make test       the test suite, without its longest sweeps (WORKERS=..., PYTEST_ARGS=...)'
 	@echo 'make test-all   the longest sweeps too'
-	@echo 'make check      ruff and mypy'
+	@echo 'make check      ruff and Pyrefly'
 	@echo 'make fmt        ruff, mending what it can'
 	@echo 'make clean      remove $(VENV) and caches'
 
@@ -61,11 +61,11 @@ test-all: $(TESTABLE)
 check: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --summary=none
 
 fmt: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ruff_cache .pytest_cache

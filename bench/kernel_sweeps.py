@@ -208,8 +208,8 @@ def _layers_of_experts(
     )  # fmt: skip
     weights = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
     wide = replace(experts, **weights), extra.float() if shared else None, residual.float().clone()
-    expected: Any
-    expected, chosen = fused_moe_reference(x.float(), *wide)
+    right_ones: Any = fused_moe_reference(x.float(), *wide)
+    expected, chosen = right_ones
     next_norm, invariant = make.random(hidden), replace(experts, invariant=True)
     one = slice(tokens // 2, tokens // 2 + 1)
     most = 1.0 if tokens <= 16 else 0.5 if make.dtype.itemsize == 2 else 0.01

@@ -47,7 +47,9 @@ class Burst:
             for way in ways
             for number, one in enumerate(way(make, own, rows, hidden))
         ]
-        self.names, self.sums = [name for name, *_ in each], [one for _, *one in each]
+        self.names = [name for name, *_ in each]
+        self.sums: list[Any] = [one for _, *one in each]
+        """(computes a sum, what must come of it, the largest error)"""
 
     def run(self, delays: random.Random | None = None) -> list[Any]:
         """Compute all sums, one right behind the other; `delays`: at random places the stream waits before."""

@@ -416,5 +416,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+        return [list(prompts)]  # pyrefly: ignore[bad-return]
+    return list(prompts)  # pyrefly: ignore[bad-return]

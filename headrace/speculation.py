@@ -68,7 +68,7 @@ class Speculation:
     def of(given: Mapping[str, Any], tp_size: int = 1) -> Speculation | None:
         """Return what a `speculative_config` asks for; None: it is empty, and nothing is guessed. Raises ConfigError
         naming the field, its value and what is accepted."""
-        fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+        fields: dict[str, Any] = {name: v for name, v in given.items() if v is not None and name not in IGNORED}
         if not fields:
             return None
         for name, value in fields.items():

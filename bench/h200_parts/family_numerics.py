@@ -159,7 +159,7 @@ def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[in
     }  # fmt: skip
     inside: Counter[str] = Counter()
     with unmeasured(), stepped_core(EngineConfig(**(knobs | settings.engine)), folder) as core:
-        worker: Any = core._executor._worker  # type: ignore[attr-defined]
+        worker: Any = core._executor._worker  # pyrefly: ignore[missing-attribute]
         facts, graphs = core.facts.workers[0], worker.runner.graphs
         notes = [f"{name} demoted" for name in facts.demoted]
         watch(worker.model, inside)

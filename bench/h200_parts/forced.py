@@ -92,7 +92,7 @@ def decode(
     core: EngineCore, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
 ) -> list[Sequence]:
     """Run one greedy batch. With `forced`, each prompt goes on with those tokens, whatever the logits say."""
-    worker = core._executor._worker  # type: ignore[attr-defined]
+    worker = core._executor._worker  # pyrefly: ignore[missing-attribute]
     recorder = RecordingSampler(worker.runner.sampler)
     worker.runner.sampler = recorder
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)

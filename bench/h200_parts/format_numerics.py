@@ -128,7 +128,7 @@ def logits(
     batches = [random_tokens(requests, config["vocab_size"], LONGEST, NEW_TOKENS) for requests in PROMPTS]
     engine = EngineConfig(**(base | knobs | run.settings.engine))
     with random_weights(keep, take), stepped_core(engine, run.settings.work / name) as core:
-        model = core._executor._worker.model  # type: ignore[attr-defined]
+        model = core._executor._worker.model  # pyrefly: ignore[missing-attribute]
         watch(model, inside)
         made = continued(core, batches, NEW_TOKENS)
         facts = core.facts.workers[0]

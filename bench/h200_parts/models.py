@@ -26,7 +26,7 @@ EIGHT_B = LLAMA_8B | {"max_position_embeddings": 32768, "rope_scaling": None}
 """The 8B of the cases, which give it as many layers as they need"""
 QWEN3_30B_A3B = in_catalogue("qwen3-30b-a3b", "qwen3_moe")
 GPT_OSS_20B = in_catalogue("gpt-oss-20b", "gpt_oss")
-TOY = {  # sizes that groups of 128 divide
+TOY: dict[str, Any] = {  # sizes that groups of 128 divide
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_attention_heads": 4,

@@ -46,7 +46,7 @@ class Starts:
 
     def start(self, model: str, **knobs: Any) -> tuple[list[str], list[str], list[list[int]]]:
         """Return (what was demoted, the notes about it, tokens)."""
-        place = self.run.settings.place(0.5) | ({"cpu_kv_cache_gib": 0.1} if self.run.smoke else {})
+        place: dict[str, Any] = self.run.settings.place(0.5) | ({"cpu_kv_cache_gib": 0.1} if self.run.smoke else {})
         dummy = {} if model == "demo" else {"load_format": "dummy"}
         limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
         with LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm:

@@ -294,7 +294,7 @@ def _switch_value(given: str | None, tokens: list[str]) -> str:
 def build_config(config_class: type[Config], values: argparse.Namespace, **defaults: Any) -> Config:
     """Make a config from `defaults`, the environment and the flags; the later wins. Raises ConfigError."""
     given = vars(values)
-    names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(config_class)}  # pyrefly: ignore[bad-argument-type]
     flags = {name: given[name] for name in names & given.keys()}
     return config_class(**(defaults | knobs_from_environment(config_class) | flags))
 

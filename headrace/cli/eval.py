@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     options = build_config(EvalOptions, values)
     if options.compare:
         return compare_runs(options.compare, options.output_path)
-    del values.task  # a field of EngineConfig too, which is another thing
+    delattr(values, "task")  # a field of EngineConfig too, which is another thing
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name in vars(values)]
     engine = {name: vars(values)[name] for name in names if name not in OF_SERVER}
     if options.base_url and engine:

@@ -62,7 +62,7 @@ class Signals:
                 _signal.signal(number, handler)
         import signal
 
-        signal.default_int_handler = handler  # type: ignore[assignment]  # asyncio takes the place of this one alone
+        signal.default_int_handler = handler  # pyrefly: ignore[bad-assignment]  # asyncio takes the place of this one alone
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Ends the command by KeyboardInterrupt, or the process at once where that would not be safe."""

@@ -197,7 +197,7 @@ def _each_expert(piece: Piece, layer: LayerSpec, linear: str, scheme: WeightSche
     parts = parts or {names.down: (0, hidden)}
     shape = (2 * wide, hidden) if name == "gate_up_proj" else (hidden, wide)
     transposed = one.shape[1:] == shape[::-1] and shape[0] != shape[1]
-    layers = piece.own[: _NUMBER.match(piece.own).end()]  # type: ignore[union-attr]
+    layers = piece.own[: _NUMBER.match(piece.own).end()]  # pyrefly: ignore[missing-attribute]
     for expert in range(one.shape[0]):
         for part, rows in parts.items():
             own = (rows[1] - rows[0], shape[1])

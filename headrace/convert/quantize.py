@@ -279,7 +279,7 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")  # the order of sums depends on the number of threads
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Make a file that is whole or not there, also after the power fails."""
     partial = path.parent / PARTIAL / path.name
     try:
@@ -312,7 +312,7 @@ def _finish(folder: Path, output: Path, shards: list[Shard], scheme: WeightSchem
     """Write what is beside the weights: tokenizer and templates as they are, the index, and last config.json."""
     for file in sorted({file for pattern in BESIDE for file in folder.glob(pattern)}):
         if file.is_file() and file.name not in ("config.json", RECORD) and not file.name.endswith(".index.json"):
-            _replace(output / file.name, lambda place, file=file: shutil.copyfile(file, place))  # type: ignore[misc]
+            _replace(output / file.name, lambda place, file=file: shutil.copyfile(file, place))
     names = {}
     for shard in shards:
         with safe_open(output / shard.file, framework="pt") as opened:

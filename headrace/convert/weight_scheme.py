@@ -108,7 +108,7 @@ class WeightScheme:
         """Return compressed-tensors' description of all linears, a group of config.json's quantization_config."""
         rounded = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
         size = {"group": self.block[1], "channel": -1 if self.format == "pack-quantized" else None}.get(self.strategy)
-        weights = {**rounded, "strategy": self.strategy, "group_size": size, "dynamic": False}
+        weights: dict[str, Any] = {**rounded, "strategy": self.strategy, "group_size": size, "dynamic": False}
         if self.strategy == "block":
             weights["block_structure"] = [*self.block]
         if self.scale_dtype:

@@ -236,7 +236,7 @@ def _gloo_group(processes: Any) -> Group:
 
 def _nccl_group(no_peers: str, quick_reduce: str, quick_most: int, name: str, members: list[int]) -> Group:
     whole = len(members) == dist.get_world_size() and name != "back"
-    group = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined already
+    group: Any = None if whole else dist.new_group(members, group_desc=name)  # None: the one that all have joined
 
     def send(tensor: Tensor, other: int) -> Callable[[], Any]:
         work = dist.isend(tensor, members[other], group)

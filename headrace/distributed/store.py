@@ -38,17 +38,17 @@ class SharedStore(dist.Store):
             self._socket.send(self._encoder.encode(asked))
             return self._decoder.decode(self._socket.recv())
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: bytes) -> None:  # pyrefly: ignore[bad-override]
         self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._ask("get", [key]) or b""
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", [key], str(amount).encode()) or 0)
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", [key], str(value).encode()) or 0)
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # pyrefly: ignore[bad-override-param-name]
         return self._ask("swap", [key], desired, expected) or expected
 
     def check(self, keys: list[str]) -> bool:

@@ -146,8 +146,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        functions: dict[str, Any] = environment.globals
+        functions |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._template = environment.from_string(source)
         tree = environment.parse(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))

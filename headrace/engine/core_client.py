@@ -118,7 +118,7 @@ class CoreLink(ABC):
             raise self._dead
         if not int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN:  # zmq.Again and its future would hold each other
             return None
-        receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
+        receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # pyrefly: ignore[bad-assignment]
         return self._outputs_in(self._decode(receiving.result()))
 
     def _outputs_in(self, reply: Reply) -> EngineCoreOutputs:
@@ -164,7 +164,7 @@ class CoreLink(ABC):
 
     async def _next(self) -> Reply:
         """Return the next message. Raises EngineDeadError if the process ends without one."""
-        receiving: asyncio.Future[bytes] = self._receiver.recv()  # type: ignore[assignment]
+        receiving: asyncio.Future[bytes] = self._receiver.recv()  # pyrefly: ignore[bad-assignment]
         if not receiving.done():
             await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():  # the process has ended; its last message may still be on its way
@@ -268,7 +268,7 @@ class JoinedCore(CoreLink):
 
     async def ready(self) -> CoreFacts:
         while self._ready is None:
-            receiving: asyncio.Future[bytes] = self._receiver.recv()  # type: ignore[assignment]
+            receiving: asyncio.Future[bytes] = self._receiver.recv()  # pyrefly: ignore[bad-assignment]
             reply = self._decode(await receiving)
             self._ready = reply if isinstance(reply, Ready) else None  # others are the last messages of a dead core
         ready, self._ready = self._ready, None

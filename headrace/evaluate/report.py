@@ -181,7 +181,7 @@ def _compare_texts(pairs: Sequence[tuple[Record, Record]], head: str) -> Compari
     gains = [other["loglikelihood"] - one["loglikelihood"] for one, other in pairs]
     mean, stderr = ratio_stderr(gains, [one["bytes"] for one, _ in pairs])
     ratio = math.exp(-mean)
-    record = {"metric": "byte_perplexity,none", "items": len(pairs), "ratio": ratio, "interval_95": None}
+    record: Record = {"metric": "byte_perplexity,none", "items": len(pairs), "ratio": ratio, "interval_95": None}
     lines = [f"byte_perplexity,none: {head}", f"  {ratio:.5f} times as high"]
     if stderr is not None:
         low, high = math.exp(-mean - Z95 * stderr), math.exp(-mean + Z95 * stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ try:
 except ImportError:
     HAS_TRITON = False
 
-    class TritonError(Exception):  # type: ignore[no-redef]
+    class TritonError(Exception):
         """Is raised by a launch that needs more shared memory or registers than the GPU has."""
 
     class _Missing:
@@ -30,14 +30,14 @@ except ImportError:
         def jit(function: Any = None, **options: Any) -> Any:
             return function if function is not None else lambda decorated: decorated
 
-    triton = tl = _Missing()
+    triton = tl = cast(Any, _Missing())
 
 DEVICE_FAMILY = "hip" if torch.version.hip else "cuda"
 """the vendor of the GPUs that this build of torch drives; tables of kernel configurations are keyed by it"""
 
 
 @triton.jit
-def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait_for_inputs(OVERLAP: tl.constexpr):
     """Let the next kernel start beside this one, then wait until all kernels before this one have written.
 
     It is the first line of every kernel launched with `overlap()`, or the first after loads of what no kernel writes
@@ -50,7 +50,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait_before_next(OVERLAP: tl.constexpr):
     """Do the same in the other order: wait, then let the next kernel start. The next kernel may then read what kernels
     before this one wrote, past its processor's own cache, before it waits for this one."""
     if OVERLAP:
@@ -59,7 +59,7 @@ def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):
     """Return `offset`, a multiple of DIVISOR, after a wait like that of `wait_for_inputs`. Loads at addresses computed
     from the result come after the wait, while other loads of the same loop (of weights) do not wait. The kernel must
     have let the next one start before, and must wait once more behind the loop."""
@@ -72,7 +72,7 @@ def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type:
 
 
 @triton.jit
-def into_l2(pointers):  # type: ignore[no-untyped-def]
+def into_l2(pointers):
     """Ask an NVIDIA GPU to bring the lines (128 bytes) at `pointers` into its L2 cache, and wait for nothing."""
     addresses = pointers.to(tl.int64)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], tl.int32, False, 1)

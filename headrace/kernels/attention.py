@@ -126,7 +126,7 @@ def _attention_kernel(
     if PAIRS:
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
     else:
-        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)  # type: ignore[assignment]
+        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
     row_max, row_sum = no_keys_yet(sinks_ptr, kv_head * GROUP + lane % GROUP, sees_keys & (split == 0))
     if not DECODE:
         if WINDOWED:  # tiles where some row's window begins

@@ -149,7 +149,8 @@ def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *to: Rou
     x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
     bound = ROUNDED_FP8 if to else ROUNDED[make.dtype]
     yield Case(lambda kernel: kernel(x, weight, eps, *to), bound)
-    for more in ((), (weight, 3 * eps)):
+    normed: tuple[Any, ...] = (weight, 3 * eps)
+    for more in ((), normed):
         yield Case(partial(_after_a_sum, Unsummed(x, delta, *more), weight, eps, *to), bound)
 
 

@@ -5,9 +5,6 @@ request and KV head finishes last combines the parts. Programs may run while the
 the cache holds what earlier steps wrote, so only q, k and v have to be waited for.
 """
 
-# mypy: disable-error-code="assignment"
-# A Triton variable may become a tuple.
-
 from __future__ import annotations
 
 import torch

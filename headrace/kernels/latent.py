@@ -6,9 +6,6 @@ is loaded once for all heads of a program and serves as keys and as values. Prom
 keys and values: kernels/latent_prompt.py.
 """
 
-# mypy: disable-error-code="assignment"
-# A Triton variable may become another type of tensor.
-
 from __future__ import annotations
 
 from dataclasses import dataclass

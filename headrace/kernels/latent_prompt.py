@@ -8,9 +8,6 @@ projected and attended to in turn. Between pieces a row keeps the mean of values
 exponentials, in fp32.
 """
 
-# mypy: disable-error-code="assignment"
-# A Triton variable may become another type of tensor.
-
 from __future__ import annotations
 
 import torch

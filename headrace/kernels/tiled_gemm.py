@@ -8,9 +8,6 @@ and the last to be done adds up the parts, always in the same order.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples but does not unpack them)
-# mypy: disable-error-code="assignment,var-annotated"
-# A Triton variable may become another tuple.
-
 from __future__ import annotations
 
 from typing import Any

@@ -138,8 +138,8 @@ class ParallelLMHead(Linear):
             self.weights = {"weight": self.tied_to[0].weight.data}
         super().finalize()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.all_gather(self.compute(hidden, None))[..., : self.vocab_size]
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.all_gather(self.compute(x, None))[..., : self.vocab_size]
         if self.soft_cap is not None:
             return logits.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits if self.scale == 1.0 else logits.mul_(self.scale)

@@ -101,7 +101,7 @@ class LatentAttention(Layer):
         ends = accumulate(self.widths)
         q, *others = (qkv[:, end - width : end] for end, width in zip(ends, self.widths, strict=True))
         kv, latent = others[len(others) // 2], None
-        index: tuple[Any, ...] = ()
+        index: Any = ()
         if self.mixer.q_rank is not None:
             latent = self.q_a_layernorm(q)[0]
             q = self.q_b_proj(latent)

@@ -257,7 +257,7 @@ def alike(mixers: Sequence[Mixer], blocks: Sequence[FeedForward], norms: Norms, 
 def head(c: Fields, layer: LayerSpec, paths: Mapping[str, str], **changes: Any) -> HeadSpec:
     """Return a head that a model's own checkpoint holds, one layer of which guesses further tokens (DeepSeek V3, arXiv
     2412.19437). `paths`: its parts -> their names in the checkpoint."""
-    norms = {"input_norm": layer.norms.norm, "last_norm": layer.norms.norm} | changes
+    norms: dict[str, Any] = {"input_norm": layer.norms.norm, "last_norm": layer.norms.norm} | changes
     positions = c.integer("max_position_embeddings", 2048)
     return HeadSpec(layer, positions, paths=tuple(paths.items()), in_model=True, **norms)
 

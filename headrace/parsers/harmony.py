@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Arguments, Content, Reasoning, Steps
@@ -44,7 +45,7 @@ class HarmonyCalls:
         """Read a whole answer."""
         mark = ""
         while True:
-            if mark in _NEXT or (yield from reader.ahead(lambda *place: _is_header(reader, *place))):
+            if mark in _NEXT or (yield from reader.ahead(partial(_is_header, reader))):
                 begun = mark if mark in _NEXT else (yield from reader.accept(markers("<|start|>")))
                 head, mark = yield from reader.until(_HEADER_ENDS, limit=_MAX_HEADER)
                 if mark == "<|message|>":

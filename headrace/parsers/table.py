@@ -48,7 +48,7 @@ def _tool(row: dict[str, Any]) -> ToolFormat:
 
 
 def _reasoning(row: dict[str, Any]) -> ReasoningFormat:
-    whole = {"whole_answer": _syntax(row["whole_answer"])} if "whole_answer" in row else {}
+    whole: dict[str, Any] = {"whole_answer": _syntax(row["whole_answer"])} if "whole_answer" in row else {}
     return ReasoningFormat(**_settings(row) | whole)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from headrace.parsers.calls import Calls
 from headrace.parsers.elements import element_json
@@ -170,9 +170,7 @@ class TaggedCalls:
         if self.cdata and (yield from reader.accept(_CDATA)):
             value.ends = markers("]]>" + self.value_close)
         begun = f"{separator}{json_string(key)}: "
-        if types == STRING or (
-            not self.element_mark and (yield from reader.ahead(lambda *place: _decided(types, guess, *place)))
-        ):
+        if types == STRING or (not self.element_mark and (yield from reader.ahead(partial(_decided, types, guess)))):
             yield calls.arguments(begun + '"')
             whole = yield from self._pass_text(reader, calls, value)
             if whole or not reader.cut:

@@ -181,5 +181,5 @@ def without_graphs(settings: GraphSettings | None, refused: set[str]) -> GraphSe
     """Return `settings` without the kinds that were refused; None: nothing is captured."""
     if settings is None:
         return None
-    left = replace(settings, **dict.fromkeys(refused, "none"))  # type: ignore[arg-type]
+    left = replace(settings, **dict.fromkeys(refused, "none"))  # pyrefly: ignore[bad-argument-type]
     return None if left.decode == left.other == "none" else left

@@ -17,6 +17,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -159,7 +160,7 @@ class HttpServer(uvicorn.Server):
         if counter % self._sweep_ticks == 0:
             self._clock += self._sweep_ticks * TICK
             for connection in list(self.server_state.connections):
-                connection.check_time(self._clock)  # type: ignore[union-attr]
+                connection.check_time(self._clock)  # pyrefly: ignore[missing-attribute]
             self._listen()
         return await super().on_tick(counter)
 
@@ -275,7 +276,8 @@ class HttpServer(uvicorn.Server):
 
     async def _answer_in_reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in self._probes:
-            await self.config.loaded_app(scope, receive, send)
+            inside: Any = self.config.loaded_app  # uvicorn has types of its own for the same
+            await inside(scope, receive, send)
         else:
             error = TooManyConnectionsError(f"{self.bound} connections are open; try again later (--max-connections)")
             await error_response(error, {"retry-after": "1"})(scope, receive, send)

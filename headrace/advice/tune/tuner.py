@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.advice.tune.record import Journal, Result, Trial
 from headrace.errors import ConfigError, HeadraceError
@@ -179,10 +180,10 @@ class Tuner:
 
 def _combined(winners: list[Result]) -> Trial | None:
     """All winning changes, without those that do not go with better ones; None: fewer than two are left."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     for result in winners:
         both = changes | result.trial.changes
-        if both.get("max_num_seqs", 0) <= both.get("max_num_batched_tokens", float("inf")):  # type: ignore[operator]
+        if both.get("max_num_seqs", 0) <= both.get("max_num_batched_tokens", float("inf")):
             changes = both
     return Trial(changes) if len(changes) > 1 else None
 

@@ -230,7 +230,7 @@ class _Connection(asyncio.Protocol):
             self._fail(ClientError(f"the server's answer is no HTTP: {error}"))
             self.close()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.usable = False
         # A body without length ends with the connection; httptools has no call for that, the recorder sees [DONE].
         if self._answered:

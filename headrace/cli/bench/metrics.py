@@ -232,7 +232,7 @@ def _peaks(good: Sequence[RequestResult]) -> tuple[float, int]:
 
 def table(summary: dict[str, Any], percentiles: Sequence[float], extra: Sequence[tuple[str, str]] = ()) -> str:
     """Format vLLM's "Serving Benchmark Result". `extra` rows (label, value) come last."""
-    rows = [" Serving Benchmark Result ".center(WIDTH, "=")]
+    rows: list[str] = [" Serving Benchmark Result ".center(WIDTH, "=")]
 
     def row(label: str, key: str) -> None:
         value = summary.get(key)

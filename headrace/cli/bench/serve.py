@@ -184,13 +184,13 @@ def test_run(target: Target, first: BenchRequest, seed: int, vocab_size: int, op
             prompt_len=first.prompt_len, output_len=first.output_len, segments=[(TEST_STREAM, first.prompt_len)]
         )
     single = {"seed": seed, "vocab_size": vocab_size, "processes": 1, "on_progress": lambda done: None}
-    result = run_clients(target, [request], [0.0], max_concurrency=None, **single).results[0]  # type: ignore[arg-type]
+    result = run_clients(target, [request], [0.0], max_concurrency=None, **single).results[0]
     if not result.success:
         raise HeadraceError(f"initial test run failed: {result.error}")
     if options.num_warmups:
         print(f"Warming up with {options.num_warmups} requests...", flush=True)
         count = options.num_warmups
-        run_clients(target, [request] * count, [0.0] * count, max_concurrency=options.max_concurrency, **single)  # type: ignore[arg-type]
+        run_clients(target, [request] * count, [0.0] * count, max_concurrency=options.max_concurrency, **single)
 
 
 def describe(options: ServeBenchOptions, model: str, num_prompts: int) -> dict[str, Any]:
