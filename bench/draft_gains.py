@@ -1,10 +1,8 @@
 """Draws how many times as many tokens a second guessing gives, against the requests that run at once.
 
-    python bench/draft_gains.py --output docs/images/drafts.svg
     python bench/draft_gains.py --results out.json --output docs/images/drafts.svg
 
-Without results it draws what the planner predicts for an 8B in bf16 on an H200 and a head of one layer, and the title
-says so. Results are what `bench/h200.py --part drafts --json out.json` measured.
+Results are what `bench/h200.py --part drafts --json out.json` measured.
 """
 
 from __future__ import annotations
@@ -12,49 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.advice.tune.page import HEIGHT, WIDTH, Frame
-from headrace.planner.catalogue import find_model
-from headrace.planner.chips import CHIPS
-from headrace.planner.deployment import Deployment
-from headrace.planner.draft_costs import DraftCosts
-from headrace.planner.parallel import Parallel
 
 Curves = dict[str, dict[int, float]]
 """what guesses -> requests at once -> tokens a second over those without"""
-MOST, CONTEXT = 256, 1024
-LENGTHS = {"head": (2, 3), "n-gram": (3, 5)}
-RATES = (0.4, 0.6, 0.8)
+MOST = 256
 MEASURED = {
     "eagle3": "3 guesses, 2.5 tokens a step",
     "fixed": "3 guesses, 40% right",
     "adaptive": "adaptive, 40% right",
 }
 """kind of a measured row -> what is guessed"""
-COLOURS = ("#0072b2", "#e08a00", "#009e73", "#b05a8f", "#d62728", "#7d7d7d")
+COLOURS = ("#0072b2", "#e08a00", "#009e73")
 STYLE = (
     "svg{color:#222;font-family:system-ui,sans-serif}text{font-size:12px;fill:currentColor}"
     ".grid{stroke:currentColor;opacity:.15}"
 )
-
-
-def predicted() -> Curves:
-    """Return what the planner says of the better of two numbers of guesses, where a share of them is right."""
-    model = find_model("llama-3.1-8b")
-    head = replace(model, spec=replace(model.spec, layers=model.spec.layers[:1]))
-    curves: Curves = {}
-    for name, lengths in LENGTHS.items():
-        draft = head if name == "head" else None
-        costs = DraftCosts(Deployment(model, CHIPS["h200"], Parallel(), "bf16", 2, "headrace", draft=draft))
-        for rate in RATES:
-            curves[f"{name}, {rate:.0%} right"] = {
-                1 << power: max(costs.gain(1 << power, CONTEXT, length, rate) for length in lengths)
-                for power in range(MOST.bit_length())
-            }
-    return curves
 
 
 def measured(record: dict[str, Any]) -> Curves:
@@ -91,15 +65,11 @@ def picture(curves: Curves, title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, help="JSON of bench/h200.py; default: what is predicted")
+    parser.add_argument("--results", type=Path, required=True, help="JSON of bench/h200.py")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    if args.results is None:
-        text = picture(predicted(), "predicted, 8B bf16 on an H200")
-    else:
-        record = json.loads(args.results.read_text())
-        text = picture(measured(record), f"8B bf16, {record['gpu']}, {record['date'][:10]}")
-    args.output.write_text(text)
+    record = json.loads(args.results.read_text())
+    args.output.write_text(picture(measured(record), f"8B bf16, {record['gpu']}, {record['date'][:10]}"))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@
 
 Figures, each part under 8 minutes: FIGURES.
 Parts of one engine that are named together share it. `profile-*` traces decode steps at a model's largest and smallest
-batch, `adapters` (LoRA) those with and without them; `quantizing` times `headrace quantize`, and needs 25 GB of disk.
+batch, `adapters` (LoRA) those with and without them.
 
 Cases, each part under 3 minutes:
 
-    graphs            five graph modes give the same tokens: all of them in fp32; in bf16 it prints how many
-    memory            a GPU filled by another process from the start, before the cache is allocated or while steps run,
-                      weights and shares that are too large or small for it: no crash
-    two-instances     two 8B engines at gpu_memory_utilization 0.45, one after the other and at once
+    graphs            five graph modes give the same tokens in fp32
+    memory            a GPU filled by another process from the start, before the cache is allocated or while steps run:
+                      no crash
     self-check        all kernels agree with their references at load, and injected faults are detected and demoted
     self-check-moe    the same for experts, at Qwen3-30B-A3B's sizes
     self-check-latent the same for attention to latents, all of them and those that an index chooses
@@ -77,21 +76,19 @@ OWN_PARTS = {
     "numerics": "numerics.numerics_rows",
     "adapters": "adapters.adapter_rows",
     "embeddings": "embeddings.embedding_rows",
-    "quantizing": "quantizing.quantizing_rows",
 }
 """part -> module.function in h200_parts that takes a Run, and measures the chip and rows on what it sets up itself"""
 FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, *OWN_PARTS, "ceilings")
 """Parts that measure rows of the table, in the order in which they run: a start comes first, while caches are cold."""
 CASES = {
-    "graphs": "graphs.graph_cases",
+    "graphs": "invariance.graph_cases",
     "memory": "memory.memory_cases",
-    "two-instances": "memory.two_instances",
     "self-check": "self_check.self_check_cases",
     "self-check-moe": "self_check.self_check_moe_cases",
     "self-check-formats": "self_check.self_check_formats_cases",
     "self-check-latent": "self_check.self_check_latent_cases",
     "invariance": "invariance.invariance_cases",
-    "fp8-memory": "fp8_memory.fp8_memory_cases",
+    "fp8-memory": "memory.fp8_memory_cases",
     "unasked-cache": "fp8_cache.unasked_cache_cases",
     "format-numerics": "format_numerics.format_numerics_cases",
     "family-numerics": "family_numerics.family_numerics_cases",
@@ -99,7 +96,7 @@ CASES = {
     "long-latents": "long_latents.long_latents_cases",
 }
 """part -> module.function in h200_parts that takes a Run"""
-NEED_A_GPU = ("memory", "two-instances")
+NEED_A_GPU = ("memory",)
 """cases of which --smoke can run nothing"""
 PARTS = (*FIGURES, *CASES)
 KINDS = {
@@ -167,7 +164,7 @@ def run_cases(run: Run) -> None:
 def run_engine_parts(parts: list[str], run: Run) -> None:
     """Run the parts of one engine, which is loaded once."""
     from h200_parts.drafts import draft_rows, seldom_right_rows
-    from h200_parts.offline import Bench, decode_rows, held_row, prefill_rows, throughput_rows
+    from h200_parts.offline import Bench, decode_rows, prefill_rows, throughput_rows
     from h200_parts.profile import attention_rows, idle_rows
 
     ceilings = run.measure_chip()
@@ -179,8 +176,6 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                 decode_rows(bench)
                 prefill_rows(bench)
                 attention_rows(bench)
-                if bench.model.held:
-                    held_row(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)
             elif run.part == "drafts-loaded":

@@ -8,7 +8,7 @@ Parts:
 
     streams           headrace's own sums, and exchanges of engines that share experts (tokens are gathered, sums
                       scattered), by two ranks that are streams of one GPU: thousands with random delays, alone and in
-                      graphs, against their reference; and their microseconds. Needs one GPU
+                      graphs, against their reference. Needs one GPU
     collectives       the same by processes, a GPU each, beside NCCL's; sums in two shots, by how their numbers travel,
                       and from which size on they are the fastest; and sends between stages: microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
@@ -38,6 +38,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,6 +211,13 @@ def break_even(found: dict[str, Any]) -> dict[str, int]:
     return least
 
 
+def by_library(own: Any, call: Any) -> None:
+    """Call it while the kernels that sum over ranks are off."""
+    is_on, own.on = own.on, False
+    call()
+    own.on = is_on
+
+
 def time_collectives(options: argparse.Namespace) -> None:
     """Be one rank of `collectives`, and print its times."""
     import torch
@@ -224,7 +232,7 @@ def time_collectives(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     mesh = init_mesh(options.rank, Ranks(tp=options.gpus), options.rank_of, device, timedelta(minutes=2))
     group, own = mesh.tp, mesh.tp.peers
-    found: dict[str, Any] = {"all_reduce": {}, "send": {}, "exchange": {}, "own": own is not None or group.no_peers}
+    found: dict[str, Any] = {"send": {}, "own": own is not None or group.no_peers}
     if own is not None:
         own.most_looks, problem = 1 << 24, ""
         try:
@@ -254,27 +262,22 @@ def time_collectives(options: argparse.Namespace) -> None:
 
     for tokens in TOKENS[:2] if options.smoke else TOKENS:
         x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+        exchange = partial(lambda x: group.scatter_rows(group.gather_rows(x)), x)
+        ways: dict[str, Any] = {"all_reduce": partial(group.all_reduce, x), "exchange": exchange}
         if own is not None:
-            stream, make = torch.cuda.Stream(), Inputs(torch.bfloat16, device, tokens)
-            library = norm_call(None, tokens, make, own.library)
-            found.setdefault("all_reduce-nccl", {})[tokens] = graph_us([(lambda x=x: own.library(x), stream)])
-            found["all_reduce"][tokens] = graph_us([(lambda x=x: group.all_reduce(x), stream)])
+            make = Inputs(torch.bfloat16, device, tokens)
+            ways |= {
+                "all_reduce-nccl": partial(own.library, x),
+                "norm-nccl": norm_call(None, tokens, make, own.library),
+            }
+            ways |= {f"all_reduce-{name}": in_two_call(own, tokens, make, bits) for name, bits in QUICK_BITS.items()}
+            ways["exchange-nccl"] = partial(by_library, own, exchange)
             if x.nbytes <= own.most:
-                found.setdefault("all_reduce-one", {})[tokens] = graph_us([(lambda x=x: all_reduce(x, own), stream)])
-            for name, bits in QUICK_BITS.items():
-                us = graph_us([(in_two_call(own, tokens, make, bits), stream)])
-                found.setdefault(f"all_reduce-{name}", {})[tokens] = us
-            found.setdefault("norm-nccl", {})[tokens] = graph_us([(library, stream)])
+                ways["all_reduce-one"] = partial(all_reduce, x, own)
             if own.take(x):
-                found.setdefault("norm", {})[tokens] = graph_us([(norm_call(own, tokens, make), stream)])
-            exchanged, is_on = [(lambda x=x: group.scatter_rows(group.gather_rows(x)), stream)], own.on
-            found["exchange"][tokens] = graph_us(exchanged)
-            own.on = False
-            found.setdefault("exchange-nccl", {})[tokens] = graph_us(exchanged)
-            own.on = is_on
-        else:
-            found["all_reduce"][tokens] = microseconds(lambda x=x: group.all_reduce(x))
-            found["exchange"][tokens] = microseconds(lambda x=x: group.scatter_rows(group.gather_rows(x)))
+                ways["norm"] = norm_call(own, tokens, make)
+        for name, call in ways.items():
+            found.setdefault(name, {})[tokens] = microseconds(call) if own is None else graph_us(call)
 
         def there_and_back(x: Any = x) -> None:
             if options.rank == 0:

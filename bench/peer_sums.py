@@ -12,23 +12,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from headrace.kernels import exchange, norm, peers
+from headrace.kernels import norm, peers
 from headrace.kernels.cases import EPS, Inputs, relative_error, rows_of_ranks, sums_in_two, sums_over_ranks
-from headrace.kernels.peers import EMPTY, QUICK_BITS, Peers
+from headrace.kernels.peers import EMPTY, Peers
 
 Sizes = tuple[tuple[int, int], ...]
 SIZES: Sizes = ((1, 8192), (32, 8192), (128, 8192), (3, 4096), (70, 2880), (1, 100), (200, 77), (256, 1024))
 SMOKE_SIZES: Sizes = ((1, 100), (3, 40), (2, 64))
 """(rows, hidden) of a burst's sums"""
-TIMED_ROWS, TIMED_HIDDEN, EXCHANGED_HIDDEN = (1, 8, 32, 128), 8192, 2048
-"""Of more rows, programs of one rank would leave those of another no room on one GPU."""
-TIMED_IN_TWO = 512
-"""rows, of two shots"""
+TIMED_HIDDEN = 8192
 MOST_DELAY = 60_000
 """clock cycles, some 30 us"""
 CALLS = 200
@@ -127,23 +123,19 @@ def race(ranks: list[tuple[Peers, Any]], make: Callable[[int], Inputs], sizes: S
     return count
 
 
-def graph_us(ranks: list[tuple[Any, Any]], calls: int = CALLS) -> float:
-    """Return the microseconds of one call, of each of `ranks` (what it calls, its stream) at once, in graphs."""
-    graphs = []
-    for call, stream in ranks:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(calls):
-                call()
-        graphs.append((graph, stream))
+def graph_us(call: Callable[[], Any]) -> float:
+    """Return the microseconds of a call, which all ranks make together, in graphs of CALLS."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
     times = []
     for _ in range(9):
         settle()
         began = time.perf_counter()
-        for graph, stream in graphs:
-            run_on(stream, graph.replay)
+        graph.replay()
         settle()
-        times.append((time.perf_counter() - began) / calls * 1e6)
+        times.append((time.perf_counter() - began) / CALLS * 1e6)
     return statistics.median(times[2:])
 
 
@@ -161,12 +153,6 @@ def norm_call(
     return call
 
 
-def exchange_call(own: Peers, rows: int, make: Inputs) -> Callable[[], Any]:
-    """Return what gathers `rows` x EXCHANGED_HIDDEN of each rank, and scatters sums of as many."""
-    x = make.random(rows, EXCHANGED_HIDDEN)
-    return lambda: exchange.scatter_rows(exchange.gather_rows(x, own), own)
-
-
 def in_two_call(own: Peers, rows: int, make: Inputs, bits: int) -> Callable[[], Any]:
     """Return what sums `rows` x TIMED_HIDDEN over the ranks in two shots."""
     x = make.random(rows, TIMED_HIDDEN).zero_()
@@ -174,9 +160,8 @@ def in_two_call(own: Peers, rows: int, make: Inputs, bits: int) -> Callable[[], 
 
 
 def two_streams(smoke: bool) -> dict[str, Any]:
-    """Let two ranks be streams of one GPU: {"sums": how many were compared, "norm_us": {rows: us}, the same of one
-    rank, which sums nothing, "exchange_us": of rows that are gathered, and sums that are scattered, and "in_two_us": of
-    TIMED_IN_TWO rows}. On a CPU there is one rank, under Triton's interpreter."""
+    """Let two ranks be streams of one GPU: {"sums": how many were compared}. On a CPU there is one rank, under Triton's
+    interpreter."""
     device, dtype = (torch.device("cpu"), torch.float32) if smoke else (torch.device("cuda"), torch.bfloat16)
     streams = [None] if smoke else [torch.cuda.Stream(), torch.cuda.Stream()]
     sizes, count, room = SMOKE_SIZES if smoke else SIZES, len(streams), (1 if smoke else 16) * 2**20
@@ -196,29 +181,4 @@ def two_streams(smoke: bool) -> dict[str, Any]:
     for own, stream in ranks(most_looks=16):  # loads all code, while each rank is alone and soon gives up
         run_on(stream, Burst(own, make(0), sizes).run)
         settle()
-    both = ranks(most_looks=1 << 20)
-    sums = race(both, make, sizes, *((1, 0) if smoke else (300, 500)))
-    alone, together, exchanged = {}, {}, {}
-    # Kernels that start before their turn, rank 0's next ones, would take the room of rank 1's on the one GPU.
-    apart: Any = {"overlap": lambda: {"OVERLAP": False}}
-    in_two = {}
-    with patch.multiple(norm, **apart), patch.multiple(exchange, **apart), patch.multiple(peers, **apart):
-        for own, _ in () if smoke else ranks(most_looks=16):
-            norm_call(own, 1, make(0))()
-            for rows in TIMED_ROWS:
-                exchange_call(own, rows, make(0))()
-            for bits in QUICK_BITS.values():
-                in_two_call(own, TIMED_IN_TWO, make(0), bits)()
-            settle()
-        both = ranks(most_looks=1 << 20)
-        for rows in () if smoke else TIMED_ROWS:
-            together[rows] = graph_us([(norm_call(own, rows, make(rows)), stream) for own, stream in both])
-            exchanged[rows] = graph_us([(exchange_call(own, rows, make(rows)), stream) for own, stream in both])
-            alone[rows] = graph_us([(norm_call(None, rows, make(rows)), streams[0])])
-        for name, bits in () if smoke else QUICK_BITS.items():
-            in_two[name] = graph_us([(in_two_call(own, TIMED_IN_TWO, make(0), bits), stream) for own, stream in both])
-    if any(own.gave_up for own, _ in both):
-        raise RuntimeError(f"a rank gave up while sums were timed: {together}")
-    return {
-        "sums": sums, "norm_us": together, "norm_of_one_rank_us": alone, "exchange_us": exchanged, "in_two_us": in_two,
-    }  # fmt: skip
+    return {"sums": race(ranks(most_looks=1 << 20), make, sizes, *((1, 0) if smoke else (300, 500)))}

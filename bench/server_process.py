@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -11,8 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 STOP_SECONDS = 10.0
 """A server that has not ended this long after SIGTERM is killed."""
@@ -55,23 +54,18 @@ class Server:
             return self.process.wait()
 
 
-@contextlib.contextmanager
-def serving(flags: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Server]:
-    """Run `headrace serve` with `flags`; it is stopped afterwards. Its log is printed if the body raises."""
-    with running(
-        [sys.executable, "-m", "headrace.cli.main", "serve", *flags, "--port", "0"], environment, cwd
-    ) as server:
-        yield server
+def serving(flags: list[str], environment: dict[str, str] | None = None) -> AbstractContextManager[Server]:
+    """Run `headrace serve` with `flags`, as `running` does."""
+    return running([sys.executable, "-m", "headrace.cli.main", "serve", *flags, "--port", "0"], environment)
 
 
-@contextlib.contextmanager
-def running(command: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Server]:
-    """Run a command that serves as `serving` does."""
+@contextmanager
+def running(command: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """Run a command that serves; it is stopped afterwards. Its log is printed if the body raises."""
     launched = time.monotonic()
     process = subprocess.Popen(
         command,
         env=os.environ | (environment or {}),
-        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -101,14 +101,6 @@ def keys_seen(mixer: Mixer, context: int) -> int:
     return (context - 1) % mixer.window + 1 if in_chunks else min(context, mixer.window)
 
 
-def held_bytes(cost: Cost, context: int) -> int:
-    """Return the bytes that a request of `context` tokens needs to keep."""
-    return sum(
-        count * (KV_BYTES * mixer.cached_values * keys_seen(mixer, context) + STATE_BYTES * mixer.state_values)
-        for mixer, count in cost.mixers
-    )
-
-
 def decode_attention(cost: Cost, ceilings: Ceilings, batch: float, context: float) -> float:
     """Return the seconds in which decodes read and multiply what the layers have cached of `context` tokens each. A
     recurrent state is read and written; an index scores all keys where it chooses."""

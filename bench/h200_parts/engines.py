@@ -1,4 +1,4 @@
-"""Runs prompts on an engine of this process, reaches into it, and builds layers without one."""
+"""Runs prompts on an engine of this process, and reaches into it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from headrace import LLM, SamplingParams
-from headrace.attention.table import load_backend, select_backend
-from headrace.distributed.mesh import Group, Mesh
-from headrace.kernels.table import select_kernels
-from headrace.layers.context import LayerContext
-from headrace.model_config import ModelConfig
-from headrace.models.served import attention_specs
 
 
 def greedy_tokens(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -44,10 +36,3 @@ def watched(runner: Any, launched: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         runner.execute = execute
-
-
-def context_for(config: ModelConfig, device: torch.device, ranks: int = 1) -> LayerContext:
-    """Return what layers are built with in bfloat16, on the first of `ranks`."""
-    specs = attention_specs(config, tp_size=ranks, block_size=16, dtype="bfloat16", device_type=device.type)
-    backend = load_backend(select_backend(specs).name)
-    return LayerContext(Mesh(Group(0, ranks)), select_kernels(device.type), backend, specs, torch.bfloat16, device)

@@ -1,78 +1,59 @@
-"""Checks --batch-invariant: a request's tokens and logprobs have the same bits alone and in any company."""
+"""Checks that answers do not depend on how steps run: with --batch-invariant a request's tokens and logprobs have the
+same bits alone and in any company, and in fp32 all graph modes give the same tokens without it."""
 
 from __future__ import annotations
 
-import gc
-import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from h200_parts.forced import stepped_core
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
-from headrace.config import EngineConfig
-from headrace.engine.build import build_core
+from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.hub import resolve_model_folder
-from headrace.kernels.cases import relative_error
-from headrace.kernels.matmul import matmul, num_parts
+from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams
 
+Requests = list[EngineCoreRequest]
 Received = dict[str, tuple[list[int], list[Any], list[Any]]]
 """request -> its tokens, their logprobs, its prompt's logprobs"""
-ROWS = 2100
-SIZES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (192, 64), (100, 172), (2048, 768))
-"""outputs and inputs of products"""
-TOKENS = (1, 2, 3, 8, 16, 17, 33, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 300, 512, 1000, 2048, ROWS)
-WORST = 4e-3
-"""||product - exact|| / ||exact||"""
 
 
-def invariance_cases(run: Run) -> None:
-    """Compare rows of products, and whole requests on the demo model and on layers of the 8B."""
-    if not run.smoke:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for n, k in SIZES:
-                if dtype == torch.bfloat16 or n * k <= 6144 * 4096:
-                    same_rows(run, dtype, n, k)
-        torch.cuda.empty_cache()
-    demo, big = resolve_model_folder("demo"), write_random_model(run.settings.work / "8b4l", run.settings)
-    vocab = json.loads((big / "config.json").read_text())["vocab_size"]
-    if run.smoke:
-        same_requests(run, "demo", demo, 500, (1, 5, 17, 60), 120, 4)
-        same_requests(run, "8B of 4 layers", big, vocab, (1, 5, 30), 120, 4)
-        return
-    same_requests(run, "demo", demo, 500, (1, 5, 17, 60, 200, 400), 480, 30)
-    same_requests(run, "8B of 4 layers", big, vocab, (1, 5, 17, 100, 300, 700), 1024, 40)
+@dataclass(frozen=True)
+class Subject:
+    """Holds a model, the longest sequence that it is served with, and requests to it."""
+
+    name: str
+    folder: Path
+    length: int
+    requests: Requests
 
 
-def same_rows(run: Run, dtype: torch.dtype, n: int, k: int) -> None:
-    """Add a case: rows of a product have the same bits for every number of rows, wherever they stand."""
-    weight = torch.randn(n, k, device="cuda").to(dtype) * 0.02
-    bias = torch.randn(n, device="cuda").to(dtype)
-    x = torch.randn(ROWS, k, device="cuda").to(dtype)
-    whole = matmul(x, weight, bias)
-    exact = F.linear(x[:256].double(), weight[:512].double(), bias[:512].double())
-    error = relative_error(whole[:256, :512], exact.to(dtype))
-    unlike = [
-        (count, first)
-        for count in TOKENS
-        for first in sorted({0, (ROWS - count) // 3, ROWS - count})
-        if not torch.equal(matmul(x[first : first + count], weight, bias), whole[first : first + count])
-    ]
-    said = f"error {error:.1e}, {num_parts(n, k, x.element_size())} parts, (tokens, first) that differ: {unlike[:6]}"
-    run.case(f"matmul {n}x{k} {str(dtype)[6:]}", not unlike and error < WORST, said)
+def subjects(run: Run) -> list[Subject]:
+    """Return the demo model, and layers of the 8B; of toys requests are fewer and shorter."""
+    big = write_random_model(run.settings.work / "8b4l", run.settings)
+    made = []
+    for name, folder, lengths, length, num in (
+        ("demo", resolve_model_folder("demo"), (1, 5, 17, 60, 200, 400), 480, 30),
+        ("8B of 4 layers", big, (1, 5, 17, 100, 300, 700), 1024, 40),
+    ):
+        vocab = ModelConfig.from_folder(folder).vocab_size
+        if run.smoke:
+            made.append(Subject(name, folder, 120, requests_of(name, vocab, lengths[:3], 6, 4)))
+        else:
+            made.append(Subject(name, folder, length, requests_of(name, vocab, lengths, 24, num)))
+    return made
 
 
-def requests_of(
-    draw: random.Random, vocab: int, lengths: tuple[int, ...], tokens: int, num: int
-) -> list[EngineCoreRequest]:
+def requests_of(name: str, vocab: int, lengths: tuple[int, ...], tokens: int, num: int) -> Requests:
     """Return `num` random requests, and a third as many again that share three quarters of another's prompt."""
+    draw = random.Random(name)
     prompts = [[draw.randrange(3, vocab) for _ in range(draw.choice(lengths))] for _ in range(num)]
     prompts += [[*prompt[: len(prompt) * 3 // 4], 5, i % 200] for i, prompt in enumerate(prompts[: num // 3])]
     made = []
@@ -94,7 +75,7 @@ def requests_of(
     return made
 
 
-def serve(core: EngineCore, requests: list[EngineCoreRequest], draw: random.Random | None = None) -> Received:
+def serve(core: EngineCore, requests: Requests, draw: random.Random | None = None) -> Received:
     """Run requests that arrive all at once, or, with `draw`, at random moments."""
     received: Received = {request.request_id: ([], [], []) for request in requests}
     upcoming = list(requests)
@@ -113,50 +94,67 @@ def serve(core: EngineCore, requests: list[EngineCoreRequest], draw: random.Rand
     return received
 
 
-def same_requests(
-    run: Run, name: str, folder: Path, vocab: int, lengths: tuple[int, ...], length: int, num: int
-) -> None:
-    """Add a case for each kind of traffic. Without the flag answers may differ, and it only prints how many do."""
-    draw = random.Random(name)
-    requests = requests_of(draw, vocab, lengths, 6 if run.smoke else 24, num)
-
-    def start(**more: Any) -> EngineCore:
-        settings: dict[str, Any] = {"num_gpu_blocks_override": 4096, "batch_invariant": True, "dtype": "bfloat16"}
-        settings |= run.settings.place(0.5) | more
-        core = build_core(EngineConfig(model=str(folder), max_model_len=length, **settings), folder, False)
+def answers(
+    run: Run, subject: Subject, turns: list[tuple[Requests, random.Random | None]], **settings: Any
+) -> tuple[list[Received], Any]:
+    """Return what one engine answers in each turn (requests, when they arrive), and the scheduler's counts."""
+    knobs: dict[str, Any] = {"num_gpu_blocks_override": 4096, **run.settings.place(0.5), **settings}
+    config = EngineConfig(model=str(subject.folder), max_model_len=subject.length, **knobs)
+    with stepped_core(config, subject.folder) as core:
         core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # or it would not fill a small pool
-        return core
+        return [serve(core, requests, draw) for requests, draw in turns], core.scheduler.stats()
 
-    core = start(enable_prefix_caching=False)
-    alone: Received = {}
-    for request in requests:
-        alone |= serve(core, [request])
-    core.shutdown()
-    tight = {"num_gpu_blocks_override": -(-length // 16) + 4, "max_num_batched_tokens": 300, "max_num_seqs": 64}
-    settings: dict[str, dict[str, Any]] = {
-        "traffic": {},
-        "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 64},
-        "preemption": tight,
-        "eager": {"enforce_eager": True},
-        "full graphs": {"compilation_config": {"cudagraph_mode": "FULL"}},
-        "without the flag": {"batch_invariant": False},
-    }
-    for label, more in settings.items():
-        core = start(**more)
-        unlike = []
-        for turn in range(3):  # cold; graphs captured and prefixes cached; all at once
-            received = serve(core, requests, draw if turn < 2 else None)
-            unlike += [f"request {key} in turn {turn}" for key in alone if received[key] != alone[key]]
-        stats = core.scheduler.stats()
-        core.shutdown()
-        del core
-        if not run.smoke:
-            gc.collect()
-            torch.cuda.empty_cache()
-        happened = f"{stats.num_preemptions} preemptions, {stats.prefix_cache_hits} tokens from the cache"
-        said = f"{len(unlike)} of {3 * len(requests)} answers differ: {unlike[:3]}; {happened}"
-        if label == "without the flag":
-            run.note(f"{name} {label}: {said}")
-            continue
-        shown = run.smoke or label != "preemption" or stats.num_preemptions > 0  # else nothing was preempted
-        run.case(f"{name} {label}", not unlike and shown, said)
+
+def invariance_cases(run: Run) -> None:
+    """Add a case for each kind of traffic. Without the flag answers may differ, and it only prints how many do."""
+    for subject in subjects(run):
+        flags: dict[str, Any] = {"batch_invariant": True, "dtype": "bfloat16"}
+        one_by_one: Any = [([request], None) for request in subject.requests]
+        each, _ = answers(run, subject, one_by_one, enable_prefix_caching=False, **flags)
+        alone = {key: found for one in each for key, found in one.items()}
+        tight = {"num_gpu_blocks_override": -(-subject.length // 16) + 4, "max_num_batched_tokens": 300}
+        settings: dict[str, dict[str, Any]] = {
+            "traffic": {},
+            "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 64},
+            "preemption": {**tight, "max_num_seqs": 64},
+            "eager": {"enforce_eager": True},
+            "full graphs": {"compilation_config": {"cudagraph_mode": "FULL"}},
+            "without the flag": {"batch_invariant": False},
+        }
+        draw = random.Random(subject.name)
+        for label, more in settings.items():
+            # cold; graphs captured and prefixes cached; all at once
+            found, stats = answers(
+                run, subject, [(subject.requests, arrive) for arrive in (draw, draw, None)], **flags | more
+            )
+            unlike = [
+                f"request {key} in turn {turn}"
+                for turn, one in enumerate(found)
+                for key in alone
+                if one[key] != alone[key]
+            ]
+            happened = f"{stats.num_preemptions} preemptions, {stats.prefix_cache_hits} tokens from the cache"
+            said = f"{len(unlike)} of {3 * len(alone)} answers differ: {unlike[:3]}; {happened}"
+            if label == "without the flag":
+                run.note(f"{subject.name} {label}: {said}")
+                continue
+            shown = run.smoke or label != "preemption" or stats.num_preemptions > 0  # else nothing was preempted
+            run.case(f"{subject.name} {label}", not unlike and shown, said)
+
+
+def graph_cases(run: Run) -> None:
+    """Add a case for each graph mode: in the same traffic its tokens are those of NONE."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    few: dict[str, Any] = {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 300, "max_num_seqs": 24}
+    for subject in subjects(run):
+        expected: list[list[int]] = []
+        for mode in GRAPH_MODES:
+            # graph sizes are met, captured and replayed
+            turns: Any = [(subject.requests, random.Random(turn)) for turn in range(3)]
+            graphs = {"compilation_config": {"cudagraph_mode": mode}}
+            found, stats = answers(run, subject, turns, dtype="float32", **few, **graphs)
+            tokens = [tokens for one in found for tokens, _, _ in one.values()]
+            expected = expected or tokens
+            equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
+            said = f"{equal} of {len(tokens)} requests as with NONE, {stats.num_preemptions} preemptions"
+            run.case(f"{subject.name} {mode}", equal == len(tokens), said)

@@ -1,4 +1,4 @@
-"""Compares prompts of 128k tokens over latents, in one piece and in chunks, with a reference in float64.
+"""Compares prompts of 128k tokens over latents, in one piece and in chunks, with transformers' model in float64.
 
 The model has two layers of DeepSeek-V2-Lite's sizes but for fewer heads, experts and tokens to choose from, and YaRN.
 Its scores are spread so wide that a query reads few of its keys, anywhere in the context: means over all keys would
@@ -7,27 +7,21 @@ hide what a piece, a chunk or a merge did to some.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from h200_parts.forced import Sequence, continued, stepped_core
 from h200_parts.format_numerics import unmeasured
 from h200_parts.models import in_catalogue
-from h200_parts.numerics import compare
+from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
-from h200_parts.settings import SEED
+from h200_parts.settings import SEED, Settings
 from headrace.config import EngineConfig
-from headrace.layers.rotary import rope_table
-from headrace.mixers import LatentAttention
-from headrace.model_config import ModelConfig
-from headrace.models.served import describe
 
 LENGTHS, NEW_TOKENS = (131_072, 4_099), 16
 """tokens of the sequences, the last of which are compared one by one"""
@@ -47,8 +41,7 @@ BOUND = {"bfloat16": 5e-2, "float32": 5e-5}
 GROWTH = 1.3
 """times the error of the prompt in one piece"""
 MOST_SCORES = 1 << 28
-ROWS = 8192
-"""of the residual that feed-forwards of the reference compute at once"""
+"""of the reference at once"""
 
 
 def config_of(toy: bool, heads: int) -> dict[str, Any]:
@@ -70,12 +63,12 @@ def compare_chunks(
     """Add a case. It passes where logits are within `bound` of the reference's with prompts in one piece, within GROWTH
     times that error in chunks, and the best tokens are the reference's: all of them in float32, else those that it is
     sure of."""
-    folder, device = run.settings.work / f"long-latents-{dtype}", run.settings.device
-    write_model(folder, config, device)
+    folder = run.settings.work / f"long-latents-{dtype}"
+    write_model(folder, config)
     generator = torch.Generator().manual_seed(SEED)
     sequences = [torch.randint(0, config["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
     began = time.monotonic()
-    exact = [Exact(folder, device).sequence(tokens, NEW_TOKENS) for tokens in sequences]
+    exact = exact_logits(run.settings, folder, sequences, NEW_TOKENS)
     run.note(f"float64 took {time.monotonic() - began:.0f} s")
     demoted, found = by_chunks(run, folder, sequences, chunks, dtype)
     compared = {name: compare(logits, exact) for name, logits in found.items()}
@@ -115,127 +108,42 @@ def by_chunks(
         return core.facts.workers[0].demoted, found
 
 
-def write_model(folder: Path, config: dict[str, Any], device: str) -> None:
-    """Write a checkpoint of random numbers that bfloat16 holds, with the names of DeepSeek's own."""
-    from safetensors.torch import save_file
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """Write a checkpoint of random numbers that bfloat16 holds."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    generator = torch.Generator(device).manual_seed(SEED)
-    tensors = {}
-    for name, shape in shapes(config).items():
-        made = torch.empty(shape, device=device).normal_(generator=generator)
-        if len(shape) == 1:
-            made = 1 + 0.1 * made
-        elif "embed_tokens" not in name:
-            made *= (SPREAD if "q_proj" in name else 1.0) * shape[-1] ** -0.5
-        tensors[f"{name}.weight"] = made.bfloat16().cpu()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    made = torch.Generator().manual_seed(SEED)
+    model: Any = DeepseekV2ForCausalLM(DeepseekV2Config(**config))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(generator=made)
+            if weight.dim() == 1:
+                weight.mul_(0.1).add_(1)
+            elif "embed_tokens" not in name:
+                weight.mul_((SPREAD if "q_proj" in name else 1.0) * weight.shape[-1] ** -0.5)
+    model.bfloat16().save_pretrained(folder)
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a checkpoint, without `.weight`."""
-    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (config["vocab_size"], hidden), "lm_head": (config["vocab_size"], hidden),
-        "model.norm": (hidden,),
-    }  # fmt: skip
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        found |= {
-            f"{prefix}.input_layernorm": (hidden,), f"{prefix}.post_attention_layernorm": (hidden,),
-            f"{prefix}.self_attn.q_proj": (heads * (nope + rope), hidden),
-            f"{prefix}.self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
-            f"{prefix}.self_attn.kv_a_layernorm": (latent,),
-            f"{prefix}.self_attn.kv_b_proj": (heads * (nope + value), latent),
-            f"{prefix}.self_attn.o_proj": (hidden, heads * value),
-        }  # fmt: skip
-        blocks = {f"{prefix}.mlp": config["intermediate_size"]}
-        if layer >= config["first_k_dense_replace"]:
-            experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
-            blocks = {f"{prefix}.mlp.experts.{expert}": width for expert in range(experts)}
-            blocks[f"{prefix}.mlp.shared_experts"] = config["n_shared_experts"] * width
-            found[f"{prefix}.mlp.gate"] = (experts, hidden)
-        for block, width in blocks.items():
-            found |= {f"{block}.gate_proj": (width, hidden), f"{block}.up_proj": (width, hidden)}
-            found[f"{block}.down_proj"] = (hidden, width)
-    return found
+def exact_logits(settings: Settings, folder: Path, sequences: list[list[int]], behind: int) -> list[Sequence]:
+    """Return what transformers' model in float64 makes of whole sequences. Norms, angles and what they turn it computes
+    in float32, in which a number is off by 6e-8: a thousandth of what is allowed."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("in_blocks", in_blocks)
+    ways = {"attn_implementation": "in_blocks", "experts_implementation": "eager"}
+    return transformers_logits(settings, "DeepseekV2ForCausalLM", folder, "float64", sequences, behind, **ways)
 
 
-class Exact:
-    """Computes a model of DeepSeek-V2's form in float64, in blocks that fit beside each other at any length.
-
-    Angles are rounded to float32 as the family defines them: at a position of 131,071 that is by up to 0.004.
-    """
-
-    def __init__(self, folder: Path, device: str) -> None:
-        from safetensors.torch import load_file
-
-        self.config = ModelConfig.from_folder(folder)
-        self.layers = describe(self.config).layers
-        self.weights = load_file(folder / "model.safetensors", device=device)
-
-    def sequence(self, tokens: list[int], behind: int) -> Sequence:
-        """Return the last `behind` tokens, and the logits that they would be chosen from."""
-        x = F.embedding(
-            torch.tensor(tokens[:-1]).to(self.weights["lm_head.weight"].device), self.of("model.embed_tokens")
-        )
-        for layer in range(len(self.layers)):
-            first = 0 if layer + 1 < len(self.layers) else len(x) - behind  # nothing reads the others of the last layer
-            x = x[first:] + self.attention(layer, x, first)
-            x = torch.cat([rows + self.feed_forward(layer, rows) for rows in x.split(ROWS)])
-        return Sequence(tokens[-behind:], self.norm("model.norm", x) @ self.of("lm_head").T)
-
-    def of(self, name: str) -> Tensor:
-        return self.weights[f"{name}.weight"].double()
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        eps = self.config.fields.number("rms_norm_eps", 1e-6)
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.of(name)
-
-    def attention(self, layer: int, x: Tensor, first: int) -> Tensor:
-        """Return attention's output for the tokens from `first` on # [tokens, hidden_size]."""
-        mixer, prefix = self.layers[layer].mixer, f"model.layers.{layer}.self_attn"
-        assert isinstance(mixer, LatentAttention)
-        table = rope_table(mixer.rope, mixer.rope_dim, len(x), x.device).double()
-        angles = torch.complex(*table.chunk(2, dim=-1))
-        x = self.norm(f"model.layers.{layer}.input_layernorm", x)
-        q = (x[first:] @ self.of(f"{prefix}.q_proj").T).unflatten(-1, (mixer.num_heads, -1))
-        latent, key = (x @ self.of(f"{prefix}.kv_a_proj_with_mqa").T).split((mixer.latent_dim, mixer.rope_dim), dim=-1)
-        both = self.norm(f"{prefix}.kv_a_layernorm", latent) @ self.of(f"{prefix}.kv_b_proj").T
-        keys, values = both.unflatten(-1, (mixer.num_heads, -1)).split((mixer.nope_dim, mixer.v_head_dim), dim=-1)
-        q_plain, q_turned = q.split((mixer.nope_dim, mixer.rope_dim), dim=-1)
-        q = torch.cat((q_plain, turned(q_turned, angles[first:, None])), dim=-1).transpose(0, 1)
-        key = turned(key, angles)[:, None].expand(-1, mixer.num_heads, -1)
-        keys, values = torch.cat((keys, key), dim=-1).transpose(0, 1), values.transpose(0, 1)
-        step, out = max(1, MOST_SCORES // (mixer.num_heads * len(x))), []
-        for start in range(0, q.shape[1], step):
-            some, seen = q[:, start : start + step], min(len(x), first + start + step)
-            own = torch.arange(first + start, first + start + some.shape[1], device=x.device)
-            scores = some @ keys[:, :seen].transpose(1, 2) * (mixer.scale or mixer.head_dim**-0.5)
-            scores.masked_fill_(torch.arange(seen, device=x.device) > own[:, None], -torch.inf)
-            out.append(scores.softmax(-1) @ values[:, :seen])
-        return torch.cat(out, dim=1).transpose(0, 1).flatten(1) @ self.of(f"{prefix}.o_proj").T
-
-    def feed_forward(self, layer: int, x: Tensor) -> Tensor:
-        prefix, fields = f"model.layers.{layer}", self.config.fields
-        x = self.norm(f"{prefix}.post_attention_layernorm", x)
-        if f"{prefix}.mlp.gate.weight" not in self.weights:
-            return self.mlp(f"{prefix}.mlp", x)
-        shares = (x @ self.of(f"{prefix}.mlp.gate").T).softmax(-1)
-        best = shares.topk(fields.integer("num_experts_per_tok"), dim=-1)
-        shares = torch.zeros_like(shares).scatter_(1, best.indices, best.values)
-        out = self.mlp(f"{prefix}.mlp.shared_experts", x)
-        for expert, share in enumerate(shares.T):
-            out += share[:, None] * self.mlp(f"{prefix}.mlp.experts.{expert}", x)
-        return out
-
-    def mlp(self, prefix: str, x: Tensor) -> Tensor:
-        gate, up = x @ self.of(f"{prefix}.gate_proj").T, x @ self.of(f"{prefix}.up_proj").T
-        return (F.silu(gate) * up) @ self.of(f"{prefix}.down_proj").T
-
-
-def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate neighbouring numbers of x # [..., rope_dim] by angles # [..., rope_dim / 2] complex."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * angles).flatten(-2)
+def in_blocks(
+    layer: Any, q: Tensor, keys: Tensor, values: Tensor, mask: None, scaling: float, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' layers ask, q and the others # [1, heads, tokens, dim], some queries at a time: scores of
+    all would not fit."""
+    tokens, out = q.shape[2], []
+    step = max(1, MOST_SCORES // (q.shape[1] * tokens))
+    for start in range(0, tokens, step):
+        end = min(tokens, start + step)
+        later = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
+        scores = q[:, :, start:end] @ keys[:, :, :end].transpose(2, 3) * scaling
+        out.append(scores.masked_fill_(later, -torch.inf).softmax(-1) @ values[:, :, :end])
+    return torch.cat(out, dim=2).transpose(1, 2), None

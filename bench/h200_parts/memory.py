@@ -1,5 +1,5 @@
-"""Checks a GPU that runs out of memory: nothing crashes, and the log says what became smaller, or an error of one line
-says why nothing starts."""
+"""Checks a GPU that runs out of memory: nothing crashes, and the log says what became smaller. Loading in fp8 must not
+need much more memory than the weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from server_process import Server, serving
 
 from h200_parts.engines import greedy_tokens
-from h200_parts.models import EIGHT_B
+from h200_parts.models import EIGHT_B, LLAMA_8B, TOY
 from h200_parts.run import Run
-from h200_parts.serving import START_SECONDS, run_load
 from headrace import LLM
-from headrace.errors import OutOfMemoryError
+from headrace.attention.table import load_backend, select_backend
+from headrace.distributed.mesh import Mesh
 from headrace.executor.uniproc import UniprocExecutor
+from headrace.kernels.table import select_kernels
+from headrace.layers.context import LayerContext
+from headrace.model_config import ModelConfig
+from headrace.models.loader import load_model
+from headrace.models.served import attention_specs
 
 GIB = 1 << 30
+MOST = 1.1
+"""times the weights, of what loading in fp8 may take"""
 SHOWN = ("Memory of", "instead of", "no memory", "no room", "num_gpu_blocks", "did not fit")
 """The log's lines with one of these are printed."""
 
@@ -105,23 +112,6 @@ class Cases:
         smaller = [name for name in ("max_num_batched_tokens", "max_model_len") if self.log.said(name, "instead of")]
         return fine and bool(smaller), f"smaller: {', '.join(smaller) or 'nothing'}"
 
-    def share(self) -> tuple[bool, str]:
-        """A share smaller than the weights gives an error of one line."""
-        return self.one_line("", gpu_memory_utilization=0.01)
-
-    def weights(self) -> tuple[bool, str]:
-        """Weights that do not fit give an error of one line."""
-        with hog(2):
-            return self.one_line("the weights do not fit")
-
-    def one_line(self, with_words: str, **settings: Any) -> tuple[bool, str]:
-        """Start an engine, which must raise an OutOfMemoryError of one line."""
-        try:
-            self.engine(**settings).shutdown()
-        except OutOfMemoryError as error:
-            return with_words in str(error) and "\n" not in str(error), str(error)
-        return False, "it started"
-
     def cache(self) -> tuple[bool, str]:
         """Memory that was free when profiled is gone when the cache is allocated: the cache gets smaller."""
         initialize = UniprocExecutor.initialize_cache
@@ -157,8 +147,8 @@ def memory_cases(run: Run) -> None:
     logger.propagate = False
     torch.cuda.init()
     cases = Cases(run.settings.write_config("8b8l", EIGHT_B | {"num_hidden_layers": 8}), log)
-    each: list[Callable[[], tuple[bool, str]]] = [cases.hog, cases.tiny, cases.share, cases.weights, cases.cache]
-    for case in (*each, cases.taken):
+    each: list[Callable[[], tuple[bool, str]]] = [cases.hog, cases.tiny, cases.cache, cases.taken]
+    for case in each:
         log.lines.clear()
         try:
             ok, said = case()
@@ -172,22 +162,20 @@ def memory_cases(run: Run) -> None:
         torch.cuda.empty_cache()
 
 
-def two_instances(run: Run) -> None:
-    """Serve from two engines, each with 0.45 of the GPU: the second starts after the first, or both start at once."""
-    model = run.settings.write_config("8b", EIGHT_B | {"num_hidden_layers": 32})
-    flags = [model, "--load-format", "dummy", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.45"]
-    for name in ("one after the other", "at once"):
-        with ExitStack() as stack:
-            servers: list[Server] = []
-            for _ in range(2):
-                servers.append(stack.enter_context(serving(flags)))
-                if name != "at once":
-                    servers[-1].wait_for_url(START_SECONDS)
-            urls = [server.wait_for_url(START_SECONDS) for server in servers]
-            failed = [run_load(run, url, 200, 600, 30)[0]["failed"] for url in urls]
-            codes = [server.stop() for server in servers]
-        run.case(name, not any(failed + codes), f"failed requests {failed}, exit codes {codes}")
-        for number, server in enumerate(servers):
-            for line in server.lines:
-                if any(word in line for word in (*SHOWN, "Error")):
-                    run.note(f"[{number}] {line}")
+def fp8_memory_cases(run: Run) -> None:
+    """Load dummies of the 8B as they are and to fp8, which must peak below MOST times the weights. On a CPU nothing is
+    measured."""
+    device, on_gpu = torch.device(run.settings.device), run.settings.device == "cuda"
+    config = ModelConfig.from_dict(LLAMA_8B | (TOY if run.smoke else {}))
+    specs = attention_specs(config, tp_size=1, block_size=16, dtype="bfloat16", device_type=device.type)
+    backend, kernels = load_backend(select_backend(specs).name), select_kernels(device.type)
+    context = LayerContext(Mesh(), kernels, backend, specs, torch.bfloat16, device)
+    for quantization in (None, "fp8", "ptpc_fp8"):
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        weights = load_model(Path("nowhere"), config, context, "dummy", 0, quantization).weight_bytes
+        ratio = (torch.cuda.max_memory_allocated() - before) / weights if on_gpu else 0.0
+        said = f"weights {weights / GIB:.2f} GiB, peak {ratio:.3f} x"
+        run.case(f"dummy 8B {quantization or 'bf16'}", quantization is None or ratio < MOST, said)

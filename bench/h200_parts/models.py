@@ -66,8 +66,6 @@ class BenchModel:
     """(requests, tokens of each prompt): of their decode steps attention alone is timed, and"""
     prompts: tuple[tuple[int, int], ...] = ()
     """of the steps that read them"""
-    held: int = 0
-    """the tokens of requests for which it is counted how many the cache holds; 0: it is not"""
     drafted: tuple[int, ...] = ()
     """batches whose tokens an EAGLE-3 head guesses"""
     loaded: tuple[int, ...] = ()

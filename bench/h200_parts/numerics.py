@@ -31,6 +31,8 @@ from headrace.hub import resolve_model_folder
 GAP = 4.0
 """A position is covered where the reference's two best logits lie this many times the largest difference apart."""
 BATCHES, NEW_TOKENS = (1, 5, 32), 24
+LAYERS = 4
+"""of the 8B"""
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8"},
     "ptpc_fp8": {"quantization": "ptpc_fp8"},
@@ -185,19 +187,15 @@ def _demo_prompts(batch: int) -> Prompts:
     return [list(tokenizer.encode(text)) for text in texts]
 
 
-def write_random_model(
-    folder: Path, settings: Settings, layers: int = 4, dtype: str = "", vocab_size: int | None = None
-) -> Path:
-    """Write a checkpoint of the 8B's sizes, in its own type and with its own number of tokens by default.
+def write_random_model(folder: Path, settings: Settings) -> Path:
+    """Write a checkpoint of some layers of the 8B.
 
     Weights are normal with a deviation of 0.02, those that add to the residual scaled down by depth as GPT-2's;
     embeddings have a deviation of 1, and the output layer prefers after each token a certain other one.
     """
     from safetensors.torch import save_file
 
-    config = LLAMA_8B | (TOY if settings.smoke else {}) | {"num_hidden_layers": layers}
-    config |= {"torch_dtype": dtype} if dtype else {}
-    config |= {"vocab_size": vocab_size} if vocab_size else {}
+    config = LLAMA_8B | (TOY if settings.smoke else {}) | {"num_hidden_layers": LAYERS}
     hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -218,8 +216,8 @@ def write_random_model(
         "model.norm.weight": normal(hidden, std=0.1, mean=1.0),
     }
     del embeddings, head
-    for layer in range(layers):
-        prefix, small = f"model.layers.{layer}", 0.02 / (2 * layers) ** 0.5
+    for layer in range(LAYERS):
+        prefix, small = f"model.layers.{layer}", 0.02 / (2 * LAYERS) ** 0.5
         weights |= {
             f"{prefix}.input_layernorm.weight": normal(hidden, std=0.1, mean=1.0),
             f"{prefix}.post_attention_layernorm.weight": normal(hidden, std=0.1, mean=1.0),

@@ -13,11 +13,9 @@ from h200_parts.bounds import (
     decode_floor,
     distinct_experts,
     enough_experts,
-    held_bytes,
     prefill_floor,
     run_floor,
 )
-from h200_parts.engines import runner_of, watched
 from h200_parts.experts import mean_distinct_experts, spread_tokens
 from h200_parts.models import BenchModel
 from h200_parts.rows import SPECS, Result
@@ -32,8 +30,6 @@ from headrace.sampling_params import SamplingParams
 INPUT, OUTPUT = 128, 128
 COUNTED = 128
 """Output tokens of a run in which experts are counted, at most."""
-HOLDERS, HELD_OUTPUT = 8, 64
-"""Requests that show how much the cache holds, and how many tokens each makes."""
 THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256), "1000x1000": (1000, 1000, 1000)}
 """(prompts, prompt tokens, output tokens)"""
 
@@ -209,29 +205,3 @@ def kv_cache_tokens(bench: Bench, length: int) -> int:
     facts = bench.core.facts
     tokens: int = facts.workers[0].layout.tokens_in(facts.num_pages, length)
     return tokens
-
-
-def held_row(bench: Bench) -> None:
-    """Measure how many tokens the cache holds, by the pages that some requests hold while they decode; bound: its bytes
-    over those that such requests need to keep."""
-    facts, settings = bench.core.facts, bench.settings
-    length, held = settings.tokens(bench.model.held), 0
-    prompts = bench.prompts(settings.requests(HOLDERS), length - HELD_OUTPUT)
-
-    def count(step: Any) -> None:
-        nonlocal held
-        if len(step.rows) == len(prompts) == step.num_tokens:
-            stats = bench.llm.stats()
-            held = stats.num_blocks - stats.num_free_blocks
-
-    with watched(runner_of(bench.llm), count):
-        bench.run(prompts, HELD_OUTPUT)
-    size = facts.num_pages * facts.workers[0].layout.page_bytes
-    row = Result(
-        f"held/{bench.model.name}/{bench.model.held}",
-        facts.num_pages / held * len(prompts) * length,
-        tokens={"prompt": len(prompts) * length},
-        bound=length * size / held_bytes(bench.cost, length),
-        notes=[f"{len(prompts)} requests hold {held} of {facts.num_pages} pages"],
-    )
-    bench.emit(row)

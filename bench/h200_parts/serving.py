@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,9 +19,9 @@ from headrace.cli.main import main as headrace_main
 START_SECONDS = 240.0
 BUSY_CLIENT = 0.7
 """Share of a core above which the client itself may be what is measured."""
-MEASURED_IN = ("kernels", "quantization")
-"""folders of the package with tables of measurements"""
 PROMPT = list(range(100, 228))
+CACHES = ("HEADRACE_CACHE", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+"""Variables that say where a start keeps what it has made."""
 
 
 def first_token_seconds(server: Server) -> float:
@@ -45,56 +42,20 @@ def first_token_seconds(server: Server) -> float:
     return asyncio.run(ask())
 
 
-STARTS = {
-    "start": ("bf16", ("first", "again", "no-tables")),
-    "start-gpt-oss-20b": ("gpt-oss-20b", ("first", "again")),
-}
-"""part -> the model that is served, and its starts"""
+STARTS = {"start": "bf16", "start-gpt-oss-20b": "gpt-oss-20b"}
+"""part -> the model that is served"""
 
 
 def start_rows(run: Run) -> None:
-    """Time starts with caches of this run alone: empty ones, those that the first start left, and empty ones without
-    the tables that are shipped."""
-    model, starts = STARTS[run.part]
-    flags, work = run.settings.serve_flags(MODELS[model]), run.settings.work
-    for name in starts:
-        caches = "other-caches" if name == "no-tables" else "caches"
-        environment, notes, cwd = cache_environment(work / caches), [], None
-        if name == "no-tables":
-            cwd, removed = package_without_tables(work / "bare")
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
-            notes.append(f"without {', '.join(removed) or 'any table: none is shipped'}")
-        with serving(flags, environment, cwd) as server:
+    """Time two starts with caches of this run alone: empty ones, and those that the first start left."""
+    flags = run.settings.serve_flags(MODELS[STARTS[run.part]])
+    environment = {variable: str(run.settings.work / variable.lower()) for variable in CACHES}
+    for name in ("first", "again"):
+        with serving(flags, environment) as server:
             seconds = first_token_seconds(server)
         log = "\n".join(server.lines[:60])
         print(f"\n{run.part}/{name}: first token after {seconds:.2f} s; the server's log:\n{log}")
-        run.emit(Result(f"{run.part}/{name}", seconds, notes=notes))
-
-
-def package_without_tables(folder: Path) -> tuple[Path, list[str]]:
-    """Copy the package into `folder` without its tables of measurements; return the folder and what the copy lacks."""
-    import headrace
-
-    source = Path(headrace.__file__).parent
-    copy = folder / source.name
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    tables = [path for place in MEASURED_IN for path in (copy / place).rglob("*_tables.json")]
-    for path in tables:
-        path.unlink()
-    return folder, [str(path.relative_to(copy)) for path in tables]
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """Return the variables that put every cache a start may fill below one folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    places = {
-        "HEADRACE_CACHE": "headrace",
-        "XDG_CACHE_HOME": "xdg",
-        "TRITON_CACHE_DIR": "triton",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "CUDA_CACHE_PATH": "cuda",
-    }
-    return {variable: str(folder / name) for variable, name in places.items()}
+        run.emit(Result(f"{run.part}/{name}", seconds))
 
 
 def serve_rows(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Long prompts over latents: chunks give what one piece gives, and both what float64 gives, which is transformers'."""
+"""Long prompts over latents: chunks give what one piece gives, and both what transformers gives in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from h200_parts import long_latents
-from h200_parts.long_latents import Exact, compare_chunks, config_of, write_model
+from h200_parts.long_latents import compare_chunks, config_of, exact_logits, write_model
+from h200_parts.numerics import transformers_logits
 from h200_parts.run import Run
 from h200_parts.settings import Settings
 
@@ -37,17 +37,19 @@ def test_chunks_one_piece_and_float64_agree(lengths: list[int], chunks: list[int
 def test_rotated_parts_that_are_too_large_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the engine alone: cosines and sines that YaRN lets grow by a thousandth."""
     right = rotary.rope_table
-    monkeypatch.setattr(long_latents, "rope_table", right)
     monkeypatch.setattr(rotary, "rope_table", lambda *given: right(*given) * 1.001)
     assert not checked(tmp_path, [300], [64], 2)[0]
 
 
-def test_the_reference_is_transformers_model(tmp_path: Path) -> None:
-    write_model(tmp_path, config_of(toy=True, heads=2) | {"num_experts_per_tok": 3}, "cpu")
+def test_the_reference_attends_in_blocks_as_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(0, 512, (90,), generator=torch.Generator().manual_seed(1)).tolist()
-    theirs = transformers.DeepseekV2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([tokens[:-1]])).logits[0, -40:]
-    found = Exact(tmp_path, "cpu").sequence(tokens, 40).logits
-    assert found.dtype == torch.float64
-    assert (found - expected).norm() <= 2e-5 * expected.norm()
+    settings = Settings(work=tmp_path, smoke=True)
+    write_model(tmp_path, config_of(toy=True, heads=2) | {"num_experts_per_tok": 3})
+    monkeypatch.setattr(long_latents, "MOST_SCORES", 5 * 2 * 90)
+    (found,) = exact_logits(settings, tmp_path, [tokens], 40)
+    given = "DeepseekV2ForCausalLM", tmp_path, "float64", [tokens], 40
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    (expected,) = transformers_logits(settings, *given, **eager)
+    assert found.logits.dtype == torch.float64
+    # what the model computes in float32 may be rounded to the other side here and there
+    assert (found.logits - expected.logits).norm() <= 1e-5 * expected.logits.norm()
