@@ -108,40 +108,12 @@ def check_governor(survey: Survey) -> Iterator[Finding]:
         yield survey.finding("governor-slowest" if slowest else "governor-slow", seen=seen)
 
 
-def check_huge_pages(survey: Survey) -> Iterator[Finding]:
-    """Verify that large host buffers may lie in large pages."""
-    match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    mode = match[1] if match else "unknown"
-    if mode == "never":
-        yield survey.finding("pages-small")
-    else:
-        yield ok(f"transparent huge pages: {mode}")
-
-
-def check_swap(survey: Survey) -> Iterator[Finding]:
-    """Verify that nothing of the host's memory was swapped out."""
-    sizes = _meminfo(survey.machine, "SwapTotal", "SwapFree", "MemAvailable")
-    total, used, available = sizes["SwapTotal"], sizes["SwapTotal"] - sizes["SwapFree"], sizes["MemAvailable"]
-    if used > GIB:
-        severity = Severity.HURTS if available < 0.05 * sizes.get("MemTotal", 0) else Severity.NOTE
-        yield survey.finding("swapped", severity, used=gib(used), available=gib(available))
-    else:
-        yield ok(f"{gib(used)} of {gib(total)} used" if total else "none")
-
-
-def _meminfo(machine: Machine, *needed: str) -> dict[str, int]:
-    """Bytes by name. Raises Unreadable where one that is needed is missing."""
-    pairs = re.findall(r"^(\w+):\s+(\d+) kB", machine.read("/proc/meminfo"), re.MULTILINE)
-    sizes = {name: int(size) * 1024 for name, size in pairs}
-    for name in needed:
-        if name not in sizes:
-            raise Unreadable(f"/proc/meminfo has no {name}")
-    return sizes
-
-
 def check_host_memory(survey: Survey) -> Iterator[Finding]:
     """Verify that the host's available memory, within the cgroup's limit, is enough for all processes of a server."""
-    available, whose = _meminfo(survey.machine, "MemAvailable")["MemAvailable"], "available"
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", survey.machine.read("/proc/meminfo"), re.MULTILINE)
+    if match is None:
+        raise Unreadable("/proc/meminfo has no MemAvailable")
+    available, whose = int(match[1]) * 1024, "available"
     limit = _cgroup_memory(survey.machine)
     if limit is not None and limit < available:
         available, whose = limit, "allowed by the cgroup"

@@ -1,20 +1,13 @@
-"""Checks what lies between GPUs, and between them and the host: links, PCIe width, IOMMU, ACS, InfiniBand."""
+"""Checks what lies between GPUs, and between them and the host: links, PCIe width, IOMMU, InfiniBand."""
 
 from __future__ import annotations
 
-import re
-import struct
 from collections.abc import Iterator
 
 from headrace.advice.doctor.finding import Finding, Severity, ok, unknown
 from headrace.advice.doctor.host import INFINIBAND
-from headrace.advice.doctor.machine import Machine, Unreadable
+from headrace.advice.doctor.machine import Unreadable
 from headrace.advice.doctor.survey import PCI, Survey
-
-ACS_CAPABILITY = 0x000D
-ACS_REDIRECT = 0x04 | 0x08
-"""Request and completion redirect: peer traffic goes up to the root complex and down again."""
-BRIDGE_CLASS = "0x0604"
 
 
 def check_links(survey: Survey) -> Iterator[Finding]:
@@ -91,52 +84,6 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
         yield ok("the kernel was started with iommu=pt")
     else:
         yield unknown(f"no {PCI}/{survey.checked_gpus[0].bus_id}/iommu_group/type")
-
-
-def check_acs(survey: Survey) -> Iterator[Finding]:
-    """Access control on the bridges above the GPUs sends peer traffic through the root complex."""
-    if not survey.several:
-        return
-    if survey.virtual:
-        yield ok("in a virtual machine: the hypervisor's concern")
-        return
-    machine = survey.machine
-    bridges = sorted({name for gpu in survey.checked_gpus for name in _bridges_above(machine, gpu.bus_id)})
-    states = {name: _acs_control(machine, name) for name in bridges}
-    redirecting = [name for name, control in states.items() if control and control & ACS_REDIRECT]
-    if redirecting:
-        severity = Severity.NOTE if survey.fast_links else Severity.HURTS
-        traffic = "GPU and network card" if survey.fast_links else "GPUs"
-        count = f"{len(redirecting)} PCIe bridge{'s' if len(redirecting) > 1 else ''}"
-        yield survey.finding("acs-redirects", severity, bridges=count, traffic=traffic, names=" ".join(redirecting))
-    elif not bridges or None in states.values():
-        what = "PCIe extended configuration space is for root" if bridges else "no PCIe bridge above the GPUs in sysfs"
-        yield unknown(what)
-    else:
-        yield ok(f"no redirection on the {len(bridges)} PCIe bridges above the GPUs")
-
-
-def _bridges_above(machine: Machine, bus_id: str) -> list[str]:
-    parts = machine.path(f"{PCI}/{bus_id}").resolve().parts
-    above = [part for part in parts if re.fullmatch(r"[\da-f]{4}:[\da-f]{2}:[\da-f]{2}\.\d", part) and part != bus_id]
-    return [name for name in above if machine.read_or(f"{PCI}/{name}/class").startswith(BRIDGE_CLASS)]
-
-
-def _acs_control(machine: Machine, bus_id: str) -> int | None:
-    """The control register of a bridge's ACS capability; 0 without that capability, None if it cannot be read."""
-    try:
-        space = machine.path(f"{PCI}/{bus_id}/config").read_bytes()
-    except OSError:
-        return None
-    if len(space) <= 256:
-        return None  # what others than root get
-    offset, seen = 0x100, 0
-    while 0x100 <= offset <= len(space) - 8 and seen < 64:
-        (header,) = struct.unpack_from("<I", space, offset)
-        if header & 0xFFFF == ACS_CAPABILITY:
-            return int(struct.unpack_from("<H", space, offset + 6)[0])
-        offset, seen = header >> 20, seen + 1
-    return 0
 
 
 def check_infiniband(survey: Survey) -> Iterator[Finding]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.advice.explain.command_fields import AUTO_LENGTH, CommandFields, fields_of
 from headrace.advice.explain.command_line import CommandLine
-from headrace.advice.explain.context import changes_of, config_of, context_of
 from headrace.advice.explain.setting import Setting
 from headrace.config import QUANTIZATIONS
 from headrace.errors import HeadraceError
-from headrace.planner.catalogue import FORMAT_WORDS, find_model
+from headrace.planner.catalogue import FORMAT_WORDS, find_config
 from headrace.planner.chips import GIB, Chip, find_chip
 from headrace.planner.deployment import Deployment
 from headrace.planner.layouts import reasons
@@ -35,6 +35,8 @@ GUESSED_CHIP = "mi300x"
 
 MASTER = "VLLM_ROCM_USE_AITER"
 """The switch without which AITER's other switches do nothing."""
+OVERRIDES = ("--hf-overrides", "--rope-scaling", "--rope-theta")
+"""Flags that change config.json, and may make the context longer; how long is not computed here."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,9 @@ class Case:
 
     @property
     def stretches(self) -> bool:
-        """The line allows a context longer than the model's."""
-        return self.line.engine == "vllm" and self.on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+        """The line allows a context longer than the model's, or changes the model's."""
+        allows = self.on("VLLM_ALLOW_LONG_MAX_MODEL_LEN") or any(map(self.line.find, OVERRIDES))
+        return self.line.engine == "vllm" and allows
 
     @property
     def shortens_context(self) -> bool:
@@ -192,13 +195,6 @@ class Case:
     def kv_width(self) -> float:
         return 1.0 if (self.asked.kv_cache_dtype or "").startswith("fp8") else PLAIN
 
-    def step_seconds(self, tokens: int) -> float | None:
-        """Return a rough time of a step with so many prompt tokens, at half of the data sheet's FLOPS."""
-        if self.shape is None or self.chip is None:
-            return None
-        rate = self.chip.flops.get(self.weight_format, self.chip.flops.get("bf16", 0.0))
-        return 2 * self.shape.active_weights * tokens / (0.5 * rate * self.tp) if rate else None
-
     @property
     def has_windows(self) -> bool:
         return self.shape is not None and any(group.mixer.window for group in self.shape.groups)
@@ -218,25 +214,27 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     readable = [s for s in given if s.known is None or not s.known.problem(s.value, line.engine)]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
-        shape = _shape_of(line)
+        shape = _shape_of(line.model)
     if shape is not None and asked.dtype is not None:
         shape = shape.held_in(asked.dtype)
     guessed = chip is None and _hints_at_amd(line)
     return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
 
 
-def _shape_of(line: CommandLine) -> ModelShape | None:
-    """With the context that the line's engine takes it to have. None: nothing is known of the model, or what its
-    config.json says cannot be counted."""
-    assert line.model is not None
+def _shape_of(model: str) -> ModelShape | None:
+    """None: nothing is known of the model, or what its config.json says cannot be counted."""
     try:
-        shape = find_model(line.model)
+        return find_config(model).shape
     except (HeadraceError, OSError, TypeError, ValueError):
         return None
-    if line.engine != "vllm":
-        return shape
-    context = context_of(config_of(line.model), changes_of(line), shape.spec.max_position_embeddings)
-    return replace(shape, spec=replace(shape.spec, max_position_embeddings=context))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """Return a model's config.json; it is empty where nothing is known of the model."""
+    try:
+        return find_config(model).config
+    except (HeadraceError, OSError, ValueError):
+        return {}
 
 
 def _hints_at_amd(line: CommandLine) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from headrace.advice.explain.case import MASTER, Case, duration, size
-from headrace.advice.explain.context import OVERRIDES, changes_of, config_of, context_of, rope_theta
 from headrace.advice.explain.setting import Setting, object_of
 from headrace.advice.flags.table import human_int
-from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB
+from headrace.planner.cost import StepWork, step_model
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 from headrace.planner.shapes import expert_share
 
@@ -55,7 +53,6 @@ CONDITIONS: dict[str, Callable[[Case, Setting], bool]] = {
     "trained-in-bfloat16": lambda case, setting: case.shape is not None and case.shape.dtype == "bfloat16",
     "known-format": lambda case, setting: bool(case.checkpoint_format),
     "int4": lambda case, setting: case.checkpoint_format == "int4",
-    "stretches-context": lambda case, setting: case.shape is not None and _context(case) != _own_context(case),
     "stretches": lambda case, setting: case.stretches,
     "beyond-context": lambda case, setting: case.shape is not None and _asked(case, setting) > _context(case),
     "below-lengths": lambda case, setting: _lengths(case) > _asked(case, setting),
@@ -102,9 +99,6 @@ FACTS: dict[str, Callable[[Case, Setting], object]] = {
     "expert_share": lambda case, setting: f"{expert_share(case.shape.spec):.2%}" if case.shape is not None else "few",
     "backend": lambda case, setting: _backend(case),
     "unified_or_drop": lambda case, setting: _unified_or_drop(case),
-    "context": lambda case, setting: f"{_context(case):,}",
-    "own_context": lambda case, setting: f"{_own_context(case):,}",
-    "overrides": lambda case, setting: _as_overrides(case),
     "longest": lambda case, setting: _context(case),
     "lengths": lambda case, setting: _lengths(case),
     "sequence_size": lambda case, setting: _sequence_size(case),
@@ -164,8 +158,11 @@ def _outside(case: Case) -> str:
 
 
 def _step_time(case: Case) -> str:
-    seconds = case.step_seconds(case.asked.max_num_batched_tokens or 0)
-    return "" if seconds is None else f". A full one takes about {duration(seconds)} here"
+    if case.shape is None or case.chip is None:
+        return ""
+    tokens = case.asked.max_num_batched_tokens or 0
+    seconds = step_model(case.deployment(case.shape, case.parallel())).seconds(StepWork(0, 0.0, tokens, tokens / 2))
+    return f". A full one takes about {duration(seconds)} here"
 
 
 def _smaller_step(case: Case) -> int:
@@ -197,20 +194,3 @@ def _unified_or_drop(case: Case) -> str:
 
 def _context(case: Case) -> int:
     return case.shape.spec.max_position_embeddings if case.shape is not None else 0
-
-
-def _own_context(case: Case) -> int:
-    """The context without what the line changes of it."""
-    model = case.line.model or ""
-    return context_of(config_of(model), {}, find_model(model).spec.max_position_embeddings)
-
-
-def _as_overrides(case: Case) -> str:
-    """--hf-overrides for all that the line changes of config.json; "": without the model's rope_theta, which it would
-    lose, it cannot be said."""
-    changes = changes_of(case.line)
-    theta = rope_theta(config_of(case.line.model) if case.line.model else {}, changes)
-    if theta is None or case.may_be_set_elsewhere(*OVERRIDES):
-        return ""
-    changes["rope_parameters"] = {**changes.get("rope_parameters", {}), "rope_theta": theta}
-    return f"--hf-overrides {shlex.quote(json.dumps(changes))}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from headrace.advice.explain.case import MASTER, Case, size
-from headrace.advice.explain.context import OVERRIDES
+from headrace.advice.explain.case import MASTER, OVERRIDES, Case, size
 from headrace.advice.explain.shell_words import plain
 from headrace.planner.chips import Chip
 from headrace.planner.memory_map import MemoryMap, memory_map

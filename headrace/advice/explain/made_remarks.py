@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headrace.advice.explain.case import LEAST_SHARE, Case, size
-from headrace.advice.explain.context import config_of
+from headrace.advice.explain.case import LEAST_SHARE, Case, config_of, size
 from headrace.advice.explain.remark import (
     MakeRemark,
     Remark,

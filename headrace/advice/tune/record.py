@@ -1,7 +1,6 @@
 """Defines trials and their results, and keeps them in a file with one line for each trial.
 
-A line is on the disk, whole, before the next trial starts, so what was measured survives whatever ends the process.
-Where the disk takes no line, the results last as long as the process.
+A line is on the disk before the next trial starts, so what was measured survives whatever ends the process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 """Figures that others are divided by."""
@@ -103,8 +102,6 @@ class Journal:
         """Raises ConfigError for a file that cannot be read."""
         self._path, self._key, self._say = path, key, say
         self.results: dict[str, Result] = {}
-        self.lost = ""
-        """Why some results are in this process alone; empty: all are in the file."""
         try:
             self._read()
         except (FileNotFoundError, NotADirectoryError):
@@ -122,14 +119,15 @@ class Journal:
             raise _unusable(self._path, error) from None
 
     def add(self, result: Result) -> None:
-        """Keep a result; where the file cannot be written, it stays in memory and `lost` says why."""
-        self.results[result.trial.id] = result
+        """Keep a result. Raises HeadraceError where the file cannot be written; `_read` drops half a line."""
         try:
-            _append(self._path, msgspec.json.encode(_Line(self._key, result)) + b"\n")
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(_Line(self._key, result)) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
-            if not self.lost:
-                self._say(f"{self._path} cannot be written: {error.strerror}; this run goes on without it")
-            self.lost = f"{self._path} cannot be written: {error.strerror}"
+            raise HeadraceError(f"{self._path} cannot be written: {error.strerror}") from None
+        self.results[result.trial.id] = result
 
     def _read(self) -> None:
         text = self._path.read_bytes()
@@ -146,20 +144,6 @@ class Journal:
                 continue
             if entry.key == self._key:
                 self.results[entry.result.trial.id] = entry.result
-
-
-def _append(path: Path, line: bytes) -> None:
-    """All of it or nothing: half a line would spoil the next one too."""
-    with path.open("ab", buffering=0) as file:
-        start = file.tell()
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(start)
-            raise
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.advice.tune.record import Result
-from headrace.advice.tune.tuner import NOISE, WORSE, Outcome, gain, gained, may_win
+from headrace.advice.tune.tuner import NOISE, Outcome, gain, gained, may_win
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,41 +88,12 @@ class Report:
             "no profile holds it: --kv-cache-dtype fp8 asks for it."
         )
 
-    def standing(self) -> dict[str, tuple[float, Result]]:
-        """Return the share by which the plan falls short of the best in each figure, and the best.
-
-        The best ITL is that of settings whose TTFT is within 1.1 times the best. What may not win does not count.
-        """
-        plan = self.outcome.plan.latencies
-        runs = [result for result in self.runs if result.ok and may_win(self.objective, result.trial)]
-        most = max(runs, key=lambda result: result.tok_s)
-        first = min(runs, key=lambda result: result.latencies.ttft_p99)
-        prompt = [result for result in runs if result.latencies.ttft_p99 <= WORSE * first.latencies.ttft_p99]
-        smooth = min(prompt, key=lambda result: result.latencies.itl_p99)
-        return {
-            "output tok/s": (1 - self.outcome.plan.tok_s / most.tok_s, most),
-            "ITL p99": (plan.itl_p99 / max(smooth.latencies.itl_p99, 1e-9) - 1, smooth),
-            "TTFT p99": (plan.ttft_p99 / first.latencies.ttft_p99 - 1, first),
-        }
-
-    def standing_line(self) -> str:
-        """Return `standing` as a sentence: `... output tok/s 1.2% less than with max_num_seqs 512, ...`."""
-        parts = []
-        for figure, (lacks, best) in self.standing().items():
-            if not best.trial.changes:
-                parts.append(f"{figure} is the best")
-            else:
-                how = "less" if figure == "output tok/s" or lacks < 0 else "more"
-                parts.append(f"{figure} {abs(lacks):.1%} {how} than with {best.trial.title}")
-        return "The plan against the best of each: " + ", ".join(parts) + "."
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield what stands below the table, each line with its style."""
         for result in self.runs:
             if not result.ok:
                 yield f"{result.trial.title}: {result.why}", "dim"
         yield f"Milliseconds; vs plan in {self.gained}; `-`: too much worse in something else.", "dim"
-        yield self.standing_line(), ""
         yield self.verdict(), "bold"
         yield self.proposal(), ""
         if self.outcome.left:
@@ -184,9 +155,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "gain": report.gain(outcome.best),
         "left": outcome.left,
         "weighed_twice": outcome.confirmed,
-        "plan_lacks": {
-            figure: {"share": lacks, "of": best.trial.changes} for figure, (lacks, best) in report.standing().items()
-        },
         "trials": [
             msgspec.to_builtins(result) | {"gain": report.gain(result), "lossy": result.trial.is_lossy}
             for result in report.runs

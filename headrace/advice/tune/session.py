@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
 from headrace.models.served import read_served_config
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, profile_path, write_profile
+from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, write_profile
 
 PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
 """Fields which, given by the user, are part of what was tuned."""
@@ -129,31 +127,24 @@ class Session:
         self.console.print(f"{self._line}: {text}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     def _finish(self, report: Report) -> None:
-        """The profile first: it is what the run was for. Raises HeadraceError at the end for all that could not be
-        written, so that one file harms none of the others."""
+        """Write profile and page, and print the rest. Raises HeadraceError for a file that cannot be written; the same
+        command then tries again, with all that was measured."""
         text = self.folder / "report.html"
-        problems, places = [self.journal.lost] if self.journal.lost else [], list[str]()
-        profile: Path | None = None
-        with _noted(problems, profile_path(self.model, self.machine)):
+        try:
             profile = write_profile(self._profile(report), self.model)
-            places.append(f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)")
-        with _noted(problems, text):
             text.write_text(page(report), encoding="utf-8")
-            places.append(f"report   {text}")
+        except OSError as error:
+            raise HeadraceError(f"{error.filename2 or error.filename} cannot be written: {error.strerror}") from None
         if self.options.json:
-            written = {"folder": str(self.folder), "profile": profile and str(profile)}
+            written = {"folder": str(self.folder), "profile": str(profile)}
             print(json.dumps(as_json(report) | written, indent=1))
-        else:
-            self._print(report, places)
-        if problems:
-            raise HeadraceError("; ".join(problems))
-
-    def _print(self, report: Report, places: list[str]) -> None:
+            return
         console = Console(highlight=False)
         console = Console(highlight=False, width=console.width if console.is_terminal else OFF_TERMINAL)
         report.print(console)
-        for place in places:
-            console.print(place, soft_wrap=True, markup=False)
+        kept = f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)"
+        console.print(kept, soft_wrap=True, markup=False)
+        console.print(f"report   {text}", soft_wrap=True, markup=False)
 
     def _profile(self, report: Report) -> Profile:
         """Of the best trial, each field with what it gained alone."""
@@ -175,15 +166,6 @@ class Session:
             gained=report.gained,
             settings=settings,
         )
-
-
-@contextmanager
-def _noted(problems: list[str], path: Path) -> Iterator[None]:
-    """What keeps a file, or a folder on the way to it, from being written is added to `problems`."""
-    try:
-        yield
-    except OSError as error:
-        problems.append(f"{error.filename2 or error.filename or path} cannot be written: {error.strerror or error}")
 
 
 def _rate(result: Result) -> str:

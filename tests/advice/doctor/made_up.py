@@ -49,7 +49,6 @@ Max open files            1048576              1048576              files
 Max locked memory         unlimited            unlimited            bytes
 Max address space         unlimited            unlimited            bytes
 """
-MEMINFO = "MemTotal:  1584987440 kB\nMemAvailable:  1521120140 kB\nSwapTotal:  8388604 kB\nSwapFree:  8388604 kB\n"
 XML_GPU = """\
   <gpu id="00000000:{bus}:00.0">
     <product_name>NVIDIA H200</product_name>
@@ -188,7 +187,7 @@ class MadeUp:
             {
                 "/proc/self/limits": LIMITS,
                 "/proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-127\n",
-                "/proc/meminfo": MEMINFO,
+                "/proc/meminfo": "MemTotal:  1584987440 kB\nMemAvailable:  1521120140 kB\n",
                 "/proc/cpuinfo": "flags\t\t: fpu vme sse4_2\n",
                 "/proc/mounts": "/dev/nvme0n1p2 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n",
                 "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p2 ro\n",
@@ -197,7 +196,6 @@ class MadeUp:
                 "/sys/devices/system/node/node1/cpulist": "64-127\n",
                 "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
                 "/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "acpi-cpufreq\n",
-                "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
                 "/sys/class/net/eth0/mtu": "1500\n",
                 "/sys/class/net/lo/mtu": "65536\n",
             }
@@ -211,21 +209,8 @@ class MadeUp:
     def remove(self, name: str) -> None:
         (self.root / name.lstrip("/")).unlink()
 
-    def bridge(self, bus_id: str, acs: int | None, under: str = "/sys/devices/pci0000:60") -> str:
-        """A PCIe bridge with that ACS control register (None: only root may read it). Returns its folder."""
-        folder = f"{under}/{bus_id}"
-        self.write(f"{folder}/class", "0x060400\n")
-        space = bytearray(4096)
-        # Two extended capabilities: error reporting at 0x100, access control at 0x148.
-        space[0x100:0x104] = (0x14800000 | 0x2 << 16 | 0x0001).to_bytes(4, "little")
-        space[0x148:0x14C] = (0x1 << 16 | 0x000D).to_bytes(4, "little")
-        space[0x14E:0x150] = (acs or 0).to_bytes(2, "little")
-        self.write(f"{folder}/config", bytes(space if acs is not None else space[:64]))
-        self._link(f"{PCI}/{bus_id}", folder)
-        return folder
-
-    def on_bus(self, bus_id: str, vendor: str, under: str, iommu: str = "identity") -> str:
-        folder = f"{under}/{bus_id}"
+    def on_bus(self, bus_id: str, vendor: str, iommu: str = "identity") -> str:
+        folder = f"/sys/devices/pci0000:60/{bus_id}"
         self.write(f"{folder}/vendor", {"nvidia": "0x10de", "amd": "0x1002"}[vendor] + "\n")
         self.write(f"{folder}/class", "0x120000\n" if vendor == "amd" else "0x030200\n")
         self.write(f"{folder}/iommu_group/type", f"{iommu}\n")
@@ -245,8 +230,7 @@ class MadeUp:
         self.commands["nvidia-smi topo -m"] = topo(gpus)
         self.probe(devices=gpus, needed=["sm_90"] * gpus)
         for index in range(gpus):
-            above = self.bridge(f"0000:60:{index:02x}.0", acs=0)
-            self.on_bus(f"0000:{0x61 + index:x}:00.0", "nvidia", above)
+            self.on_bus(f"0000:{0x61 + index:x}:00.0", "nvidia")
         return self
 
     def amd(self, gpus: int = 2, partitions: int = 1, mode: str = "SPX", banks: str = "NPS1") -> MadeUp:
@@ -278,7 +262,7 @@ class MadeUp:
             self.write(f"{NODES}/{index + 1}/properties", text)
         for index in range(gpus):
             bus_id = f"0000:{0x05 + index:02x}:00.0"
-            folder = self.on_bus(bus_id, "amd", self.bridge(f"0000:00:{index + 1:02x}.0", acs=0))
+            folder = self.on_bus(bus_id, "amd")
             for name, text in {
                 "mem_info_vram_total": f"{192 * GIB}",
                 "mem_info_vram_used": f"{300 * 1024**2}",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from headrace.advice.doctor.finding import Severity
-from tests.advice.doctor.made_up import GIB, LIMITS, MEMINFO, Case, MadeUp
+from tests.advice.doctor.made_up import GIB, LIMITS, Case, MadeUp
 
 HURTS, NOTE, OK, UNKNOWN = Severity.HURTS, Severity.NOTE, Severity.OK, Severity.UNKNOWN
 CGROUP = "/sys/fs/cgroup"
 NUMA = "/proc/sys/kernel/numa_balancing"
 GOVERNOR, DRIVER = (f"/sys/devices/system/cpu/cpu0/cpufreq/scaling_{name}" for name in ("governor", "driver"))
-PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 IN_CONTAINER = {"/.dockerenv": ""}
 ONE_NODE = {"/sys/devices/system/node/node1/cpulist": None}
 SOFT = {"/proc/self/limits": LIMITS.replace("1048576              1048576", "1024                 1048576")}
@@ -19,7 +18,6 @@ HARD = {"/proc/self/limits": LIMITS.replace("1048576 ", "1024    ")}
 LOCKED = {
     "/proc/self/limits": LIMITS.replace("Max locked memory         unlimited", "Max locked memory         8388608  ")
 }
-SWAPPED = MEMINFO.replace("SwapFree:  8388604", "SwapFree:  4")
 CASES: list[Case] = [
     ("numa-balancing", "nvidia", {NUMA: "1\n"}, HURTS, "kernel.numa_balancing is 1 on 2 NUMA nodes",
      "sudo sysctl -w kernel.numa_balancing=0"),
@@ -50,12 +48,6 @@ CASES: list[Case] = [
            ("schedutil", "acpi-cpufreq", NOTE))),
     ("cpu-governor", "", {GOVERNOR: None, "/proc/cpuinfo": "flags : fpu hypervisor\n"}, UNKNOWN,
      "…in a virtual machine the host decides"),
-    ("huge-pages", "", {PAGES: "always madvise [never]\n"}, NOTE, "…", f"echo madvise | sudo tee {PAGES}"),
-    ("huge-pages", "", {PAGES: None}, UNKNOWN),
-    ("swap", "", {"/proc/meminfo": MEMINFO.replace("SwapFree:  8388604", "SwapFree:  4194304")}, NOTE, "…",
-     "sudo swapoff -a"),
-    ("swap", "", {"/proc/meminfo": SWAPPED.replace("1521120140", "9521120")}, HURTS),
-    ("swap", "", {"/proc/meminfo": "MemTotal: 1 kB\n"}, UNKNOWN),
     ("host-memory", "", {"/proc/meminfo": "MemTotal: 1 kB\n"}, UNKNOWN),
     ("host-memory", "nvidia 2", {"/proc/self/cgroup": "0::/\n", f"{CGROUP}/memory.max": f"{8 * GIB}\n"}, HURTS,
      "8.0 GiB of host memory allowed by the cgroup", "…", "2 ranks and the server want 12 GiB…"),

@@ -1,4 +1,4 @@
-"""Links between GPUs, PCIe width, IOMMU, ACS, InfiniBand."""
+"""Links between GPUs, PCIe width, IOMMU, InfiniBand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ WEAK = [["X" if own == other else "NV16" if 2 in (own, other) else "NV18" for ot
 MESH = [["X", "NV1", "NV2", "NV2"], ["NV1", "X", "NV2", "NV2"], ["NV2", "NV2", "X", "NV1"], ["NV2", "NV2", "NV1", "X"]]
 TOPO, SHOWTOPO = "nvidia-smi topo -m", "rocm-smi --showtopo"
 GROUP = f"{PCI}/0000:61:00.0/iommu_group/type"
-ROOT_ONLY = "PCIe extended configuration space is for root"
 PORTS = "/sys/class/infiniband/mlx5_{}/ports/1/{}"
 ACTIVE = {
     PORTS.format(device, name): text
@@ -39,7 +38,6 @@ CASES: list[Case] = [
     ("gpu-links", "amd 4", {SHOWTOPO: showtopo(4, "PCIE")}, HURTS),
     ("gpu-links", "amd 4", {SHOWTOPO: Unreadable("no rocm-smi in PATH")}, UNKNOWN, "no rocm-smi in PATH"),
     ("gpu-links", "nvidia 1", {}, None),
-    ("acs", "nvidia 1", {}, None),
     ("pcie-width", "nvidia", {}, OK, "PCIe x16, all there is"),
     ("pcie-width", "nvidia", {"<current_link_width>16x": "<current_link_width>8x"}, HURTS, "GPU 0: x8 of x16",
      "sudo lspci -vv -s 0000:61:00.0…"),
@@ -55,7 +53,6 @@ CASES: list[Case] = [
     ("iommu", "nvidia 1", {GROUP: None, "/proc/cmdline": "root=/dev/sda1 amd_iommu=on iommu=pt\n"}, OK,
      "the kernel was started with iommu=pt"),
     ("iommu", "nvidia 1", {GROUP: None, "/sys/kernel/iommu_groups/0/type": None}, OK, "no IOMMU is active"),
-    ("acs", "nvidia", {}, OK, "no redirection on the 2 PCIe bridges above the GPUs"),
     ("infiniband", "nvidia", {}, None),
     ("infiniband", "nvidia", ACTIVE, OK, "2 active ports, 400 Gb/sec (4X NDR)"),
     ("infiniband", "nvidia", ACTIVE | {PORTS.format(1, "state"): "1: DOWN\n"}, NOTE, "mlx5_1:1 not active (DOWN)",
@@ -67,28 +64,3 @@ CASES: list[Case] = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]} {case[3]}")
 def test_findings(here: MadeUp, case: Case) -> None:
     here.holds(case)
-
-
-@pytest.mark.parametrize(("kind", "severity"), [("PHB", HURTS), ("NV18", NOTE)])
-def test_acs(here: MadeUp, kind: str, severity: Severity) -> None:
-    """Source validation, request and completion redirect, upstream forwarding."""
-    here.nvidia().bridge("0000:60:01.0", acs=0x1D)
-    here.holds(
-        ("acs", "", {TOPO: topo(2, kind)}, severity, "ACS redirects peer traffic on 1 PCIe bridge",
-         "for b in 0000:60:01.0; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done")
-    )  # fmt: skip
-
-
-def test_acs_of_two_bridges_in_a_row(here: MadeUp) -> None:
-    here.nvidia(1)
-    root_port = here.bridge("0000:00:01.0", acs=0x4, under="/sys/devices/pci0000:00")
-    switch = here.bridge("0000:01:00.0", acs=0, under=root_port)
-    (here.root / f"{PCI}/0000:61:00.0".lstrip("/")).unlink()
-    here.on_bus("0000:61:00.0", "nvidia", switch)
-    here.holds(("acs", "nvidia 2", {}, NOTE, "…", "…0000:00:01.0…"))
-
-
-def test_acs_that_only_root_may_read(here: MadeUp) -> None:
-    here.nvidia().bridge("0000:60:00.0", acs=None)
-    here.holds(("acs", "", {}, UNKNOWN, ROOT_ONLY))
-    here.holds(("acs", "", {"/proc/cpuinfo": "flags\t\t: fpu hypervisor sse4_2\n"}, OK))

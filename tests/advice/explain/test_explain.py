@@ -430,5 +430,5 @@ def test_figures_of_remarks() -> None:
     line = "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 256 --max-model-len 8192 --kv-cache-dtype fp8"
     whole = explained(f"{line} --max-num-batched-tokens 8192", "h200")
     said = " ".join(answer.why for answer in whole.answers)
-    for figure in ("(512 MiB, not 128 GiB)", "long takes 512 MiB", "1.0 GiB -> 512 MiB", "15.0 GiB", "about 249 ms"):
+    for figure in ("(512 MiB, not 128 GiB)", "long takes 512 MiB", "1.0 GiB -> 512 MiB", "15.0 GiB", "about 224 ms"):
         assert figure in said

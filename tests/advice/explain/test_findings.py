@@ -78,3 +78,32 @@ def test_a_shorter_context_that_is_advised_fits() -> None:
     found = memory(line, "h100")
     assert (found.verdict, "--max-model-len" in found.add) == ("wrong", True)
     assert memory(f"{line} {found.add}", "h100").verdict == "fine"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hf-overrides.rope_parameters.rope_type=yarn --hf-overrides.rope_parameters.factor=4.0",
+        "--hf-overrides '{\"max_position_embeddings\": 131072}'",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1",
+    ],
+)
+def test_a_longer_context_than_the_models_may_be_allowed(flags: str) -> None:
+    """Memory is counted for it; what becomes of the answers is left open, or costs something."""
+    variable, flag = (flags, "") if "=1" in flags else ("", flags)
+    line = f"{variable} vllm serve Qwen/Qwen3-8B {flag} --max-model-len 131072"
+    (whole,) = explain(line, find_chip("h200"))
+    assert whole.answers[-1].verdict == ("costs" if variable else "depends")
+    assert "sequences of 131,072" in whole.findings[0].text
+    assert whole.better["vllm"].endswith("--max-model-len 131072")
+    assert "headrace" not in whole.better
+    (bare,) = explain("vllm serve Qwen/Qwen3-8B --max-model-len 131072", find_chip("h200"))
+    assert bare.answers[-1].verdict == "wrong"
+    assert bare.better["vllm"] == "vllm serve Qwen/Qwen3-8B --max-model-len 40960"
+
+
+def test_no_line_for_flags_that_vllm_takes_no_longer() -> None:
+    (whole,) = explain("vllm serve Qwen/Qwen3-8B --rope-scaling '{\"factor\": 2.0}' --rope-theta 1000000")
+    assert [found.verdict for found in whole.answers] == ["wrong", "wrong"]
+    assert "use --hf-overrides" in whole.answers[0].why
+    assert whole.better == {}

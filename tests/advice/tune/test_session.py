@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,6 @@ def test_a_run_leaves_a_table_a_page_and_a_profile(
     assert "+10.0%" in printed.out
     assert "Best: max_num_seqs 64, +10.0% over the plan in output tok/s." in printed.out
     assert "cudagraph_mode NONE: CUDA out of memory <script>" in printed.out
-    said = " ".join(printed.out.split())
-    assert "output tok/s 9.1% less than with max_num_seqs 64, ITL p99 is the best" in said
     assert "1,100 tok/s" in printed.err
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2
@@ -73,7 +70,6 @@ def test_json_alone_is_on_standard_output(model_folder: str, capsys: pytest.Capt
     record = json.loads(capsys.readouterr().out)
     assert record["best"] == {"max_num_seqs": 64}
     assert record["gain"] == pytest.approx(1.1)
-    assert record["plan_lacks"]["output tok/s"] == {"share": pytest.approx(1 / 11), "of": {"max_num_seqs": 64}}
     assert record["trials"][0]["trial"]["changes"] == {}
     assert {entry["status"] for entry in record["trials"]} == {"ok", "failed"}
     assert Path(record["folder"], "trials.jsonl").is_file()
@@ -143,49 +139,19 @@ def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.Ca
         run(model_folder, {Trial({}).id: "no"})
 
 
-def spoil_report(out: Path, cache: Path) -> Path:
-    (out / "report.html").mkdir(parents=True)
-    return out / "report.html"
-
-
-def spoil_profiles(out: Path, cache: Path) -> Path:
-    cache.mkdir()
-    (cache / "profiles").touch()
-    return cache / "profiles"
-
-
-@pytest.mark.parametrize("spoil", [spoil_report, spoil_profiles])
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_one_file_that_cannot_be_written_costs_none_of_the_others(
-    spoil: Callable[[Path, Path], Path],
-    flags: list[str],
-    model_folder: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("spoilt", ["out/report.html", "cache/profiles"])
+def test_a_file_that_cannot_be_written_is_named_and_the_same_command_tries_again(
+    spoilt: str, model_folder: str, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    spoilt = spoil(out, tmp_path / "cache")
-    with pytest.raises(HeadraceError, match=f"^{spoilt} cannot be written: ") as caught:
-        run(model_folder, SCRIPT, "--output", str(out), *flags)
-    assert "\n" not in str(caught.value)
-    assert "max_num_seqs" in capsys.readouterr().out
-    profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
-    assert (profile is not None) is (spoil is spoil_report)
-    assert (out / "report.html").is_file() is (spoil is spoil_profiles)
-    assert (out / "trials.jsonl").read_text().count("\n") > 1
-
-
-def test_a_journal_that_cannot_be_written_costs_neither_report_nor_profile(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill_up(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fill_up)
-    out = tmp_path / "out"
-    with pytest.raises(HeadraceError, match=f"^{out}/trials.jsonl cannot be written: No space left on device$"):
-        run(model_folder, SCRIPT, "--output", str(out))
-    assert (out / "report.html").is_file()
+    place = tmp_path / spoilt
+    place.parent.mkdir()
+    (place.mkdir if spoilt.startswith("out") else place.touch)()
+    flags = ["--output", str(tmp_path / "out")]
+    with pytest.raises(HeadraceError, match=f"^{place}.* cannot be written: "):
+        run(model_folder, SCRIPT, *flags)
+    (place.rmdir if spoilt.startswith("out") else place.unlink)()
+    assert run(model_folder, SCRIPT, *flags).ran == []
+    assert (tmp_path / "out" / "report.html").is_file()
     assert find_profile(ModelConfig.from_folder(Path(model_folder))) is not None
 
 

@@ -141,7 +141,6 @@ def test_what_is_lossy_is_measured_last_and_proposed_and_wins_for_throughput_alo
     assert bench.run.ran[-1] == ROUNDED.changes
     report = Report(outcome, "interactive", "a model", "a load")
     assert report.verdict() == "Nothing beats the plan by more than noise (2%): serve keeps it."
-    assert report.standing()["output tok/s"] == (0.0, outcome.plan)
     assert report.proposal() == (
         "Not taken: kv_cache_dtype fp8 (lossy), +100.0% over the plan in output tok/s. It moves answers, so no profile "
         "holds it: --kv-cache-dtype fp8 asks for it."
@@ -258,26 +257,18 @@ def test_a_plan_that_failed_in_the_file_is_measured_again(bench: Bench) -> None:
     assert bench.tune().plan.ok
 
 
-def test_a_full_disk_costs_the_file_and_not_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.run.script = {LARGE.id: 1200.0}
-    journal = bench.journal()
-    journal.add(Result(of(), "ok", 1.0, "", load(1000.0), None, PLAN))
-    before = bench.path.read_bytes()
-
+def test_a_full_disk_ends_the_run_and_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill_up(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", fill_up)
-        outcome = Tuner(journal, bench.run, "throughput", 1000.0, bench.clock, lambda *told: None).tune(
-            lambda p: TRIALS
-        )
-    assert outcome.best.trial == LARGE
-    assert bench.path.read_bytes() == before
-    assert journal.lost == f"{bench.path} cannot be written: No space left on device"
-    assert bench.said == [f"{journal.lost}; this run goes on without it"]
-    journal.add(outcome.best)
-    assert list(bench.journal().results) == [of().id, LARGE.id]
+    def fill_before(trial: Trial) -> None:
+        if trial == LARGE:
+            monkeypatch.setattr("os.fsync", fill_up)
+
+    bench.run.before = fill_before
+    with pytest.raises(HeadraceError, match=f"^{bench.path} cannot be written: No space left on device$"):
+        bench.tune()
+    assert {of().id, SMALL.id} <= {*bench.journal().results}
 
 
 def test_a_file_that_is_a_folder_or_has_too_long_a_name_is_one_line(bench: Bench) -> None:
