@@ -217,8 +217,7 @@ def command_part(command: Command) -> Iterator[RenderableType]:
     yield Text(" ".join(command.program[:2]), style="bold")
     for note in command.notes:
         yield Padding(Text(note, style="dim"), (0, 0, 0, 2))
-    for line in command.lines:
-        yield Text(folded(line), style="green", no_wrap=True, overflow="ignore")
+    yield Text(folded(command.line), style="green", no_wrap=True, overflow="ignore")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     for flag in (*command.variables, *command.flags):
         table.add_row(_spelled(flag), Text(flag.reason, style="dim"))

@@ -18,7 +18,6 @@ DEFAULT_GRAPH_SIZE = 512
 """Decodes in the largest step that vLLM captures unless told otherwise."""
 SHUFFLED_CACHE_FROM = 32
 """Requests in flight, from which AMD's guide finds AITER's own layout of the cache faster."""
-FIRST_PORT = 8000
 PINNED = (
     "dtype", "kv_cache_dtype", "attention_backend", "block_size", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "compilation_config", "speculative_config",
@@ -50,21 +49,13 @@ class Command:
     flags: tuple[Flag, ...]
     notes: tuple[str, ...] = ()
     """where and how often to run it"""
-    servers: tuple[dict[str, str], ...] = ()
-    """for several servers on one node: each one's own variables and its `--port`; empty: one server"""
 
     @property
-    def lines(self) -> list[str]:
-        """The lines as one types them, one for each server."""
+    def line(self) -> str:
+        """The line as one types it."""
         words = [*self.program, *(word for flag in self.flags for word in flag.words)]
-        shared = {variable.name: variable.value or "" for variable in self.variables}
-        lines = []
-        for own in self.servers or ({},):
-            port = own.get("--port")
-            environment = shared | {name: value for name, value in own.items() if name != "--port"}
-            parts = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-            lines.append(" ".join([*parts, shlex.join(words + (["--port", port] if port else []))]))
-        return lines
+        variables = [f"{variable.name}={shlex.quote(variable.value or '')}" for variable in self.variables]
+        return " ".join([*variables, shlex.join(words)])
 
 
 def command_for(scenario: Scenario, candidate: Candidate) -> Command:
@@ -88,18 +79,11 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
         variables = _vllm_variables(scenario, candidate, settings)
         flags = _vllm_flags(scenario, candidate, given, settings)
     # A node's replicas are one server, except that ranks of one vLLM share the experts of a mixture.
-    servers: list[dict[str, str]] = []
-    size, replicas = parallel.tp * parallel.pp, _replicas_on_node(parallel, chip)
+    replicas = _replicas_on_node(parallel, chip)
     if replicas > 1 and request.engine != "headrace" and scenario.shape.is_moe:
-        notes.append(
-            f"{replicas} servers a node, behind a balancer that sends a request to the one with the fewest running"
-        )
-        # vLLM reads CUDA's name on AMD's GPUs too, and wants AMD's own unset.
-        for replica in range(replicas):
-            devices = ",".join(str(replica * size + gpu) for gpu in range(size))
-            servers.append({"CUDA_VISIBLE_DEVICES": devices, "--port": str(FIRST_PORT + replica)})
-    program = (request.engine, "serve", model)
-    return Command(request.engine, program, tuple(variables), tuple(flags), tuple(notes), tuple(servers))
+        each = f"each with {parallel.tp * parallel.pp} of CUDA_VISIBLE_DEVICES and a --port of its own"
+        notes.append(f"{replicas} servers a node, {each}, behind a balancer")
+    return Command(request.engine, (request.engine, "serve", model), tuple(variables), tuple(flags), tuple(notes))
 
 
 def _replicas_on_node(parallel: Parallel, chip: Chip) -> int:
@@ -114,29 +98,37 @@ def _given(scenario: Scenario) -> dict[str, Any]:
     return {name: getattr(request, name) for name, usual in plain.items() if getattr(request, name) != usual}
 
 
-def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, Any]) -> list[Flag]:
-    """headrace derives its settings: what it derives them from is given, and what the user pinned."""
-    request, parallel = scenario.request, candidate.parallel
-    flags: list[Flag] = []
-    if parallel.tp > 1:
-        flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
-    if parallel.pp > 1:
-        flags.append(Flag("-pp", str(parallel.pp), "stages of layers: they do not fit otherwise"))
-    per_node = scenario.chip.gpus_per_node
-    if parallel.tp * parallel.pp > per_node:
-        nodes = str(-(-parallel.tp * parallel.pp // per_node))
-        flags.append(Flag("--nnodes", nodes, f"machines of {per_node} GPUs over which one engine is spread"))
-        flags.append(Flag("--master-addr", "$MASTER_ADDR", "the first one's address on the network between them"))
+def _layout_flags(scenario: Scenario, parallel: Parallel) -> list[Flag]:
+    """How the model is spread over GPUs, and rounded as it loads: both engines have the same names for it."""
     replicas = _replicas_on_node(parallel, scenario.chip)
-    if replicas > 1:
-        flags.append(Flag("--data-parallel-size", str(replicas), "engines behind one port, by expected wait"))
+    if scenario.engine == "vllm" and scenario.shape.is_moe:  # whose data-parallel ranks would share the experts
+        replicas = 1
+    count, why = replicas, "engines behind one address"
     if parallel.dp_attention:
-        why = "ranks that keep their own requests' cache and share the experts"
-        flags.append(Flag("--data-parallel-size", str(parallel.dp), why))
+        count, why = parallel.dp, "ranks that keep their own requests' cache and share the experts"
+    flags = []
+    if parallel.tp > 1:
+        flags.append(Flag("--tensor-parallel-size", str(parallel.tp), "GPUs that share every layer"))
+    if parallel.pp > 1:
+        flags.append(Flag("--pipeline-parallel-size", str(parallel.pp), "stages of layers: they do not fit otherwise"))
+    if count > 1:
+        flags.append(Flag("--data-parallel-size", str(count), why))
     if parallel.ep:
         flags.append(Flag("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         flags.append(Flag("--quantization", scenario.weight_format, "rounds the weights as they load"))
+    return flags
+
+
+def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, Any]) -> list[Flag]:
+    """headrace derives its settings: what it derives them from is given, and what the user pinned."""
+    request, parallel = scenario.request, candidate.parallel
+    flags = _layout_flags(scenario, parallel)
+    per_node, replicas = scenario.chip.gpus_per_node, _replicas_on_node(parallel, scenario.chip)
+    if parallel.tp * parallel.pp > per_node:
+        nodes = str(-(-parallel.tp * parallel.pp // per_node))
+        flags.append(Flag("--nnodes", nodes, f"machines of {per_node} GPUs over which one engine is spread"))
+        flags.append(Flag("--master-addr", "$MASTER_ADDR", "the first one's address on the network between them"))
     for name in PINNED:
         if name in given:
             value = given[name]
@@ -166,29 +158,15 @@ def _vllm_flags(
     """The same plan for vLLM 0.26."""
     parallel, chip, kv_dtype = candidate.parallel, scenario.chip, scenario.kv_cache.value
     per_node, backend = chip.gpus_per_node, settings["attention_backend"]
-    flags: list[Flag] = []
+    flags = _layout_flags(scenario, parallel)
 
     def add(name: str, value: Any, reason: str) -> None:
         flags.append(Flag(name, None if value is None else str(value), reason))
 
-    ranks = parallel.dp if parallel.dp_attention or not scenario.shape.is_moe else 1
-    on_node = max(1, min(ranks, per_node // (parallel.tp * parallel.pp)))
-    if parallel.tp > 1:
-        add("--tensor-parallel-size", parallel.tp, "GPUs that share every layer")
-    if parallel.pp > 1:
-        add("--pipeline-parallel-size", parallel.pp, "stages of layers: they do not fit otherwise")
-    if parallel.dp_attention:
-        add("--data-parallel-size", parallel.dp, "ranks that keep their own requests' cache and share the experts")
-        if parallel.gpus > per_node:
-            add("--data-parallel-size-local", on_node, "of these ranks run on each node")
-    elif on_node > 1:
-        add("--data-parallel-size", on_node, "replicas behind one address")
-    if parallel.ep:
-        add("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all")
+    if parallel.dp_attention and parallel.gpus > per_node:
+        add("--data-parallel-size-local", per_node // parallel.tp, "of these ranks run on each node")
     if parallel.pp > 1 and parallel.tp * parallel.pp > per_node:
         add("--distributed-executor-backend", "ray", "stages on several nodes")
-    if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
-        add("--quantization", scenario.weight_format, "rounds the weights as they load")
     if kv_dtype.startswith("fp8"):
         add("--kv-cache-dtype", kv_dtype.removesuffix("_e4m3"), "one byte for each number of the cache")
     if "dtype" in given:
@@ -206,8 +184,6 @@ def _vllm_flags(
     budget = candidate.limits.max_num_batched_tokens
     add("--max-num-batched-tokens", budget, "decodes wait for a whole step; prompts want it large")
     flags += _switches(given)
-    if "disable_custom_all_reduce" in given and parallel.tp > 1:
-        add("--disable-custom-all-reduce", None, "given")
     if "speculative_config" in given:
         add("--speculative-config", json.dumps(given["speculative_config"]), "given")
     if chip.vendor != "cpu" and (graphs := _vllm_graphs(candidate, given, settings["cudagraph_mode"])):

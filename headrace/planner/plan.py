@@ -130,24 +130,15 @@ def _find_layouts(scenario: Scenario) -> _Found:
         return _Found(scenario, result, problems)
     for count in counts:
         scenario = replace(scenario, num_gpus=count)
-        result = _search(scenario)
+        result = search(scenario)
         if result.ranked and not pinned and result.best.parallel.gpus < count:  # three nodes, of four
             scenario = replace(scenario, num_gpus=result.best.parallel.gpus)
-            result = _search(scenario)
+            result = search(scenario)
         if result.ranked:
             return _Found(scenario, result, [])
     nearest = result.too_large or [f"{name}: {why}" for name, why in result.passed_over.items()]
     nearest = nearest[:MOST_REASONS] or [f"no layout of {scenario.num_gpus} GPUs is what was asked for"]
     return _Found(scenario, result, nearest)
-
-
-def _search(scenario: Scenario) -> SearchResult:
-    """The layouts that the engine has today, else any: a plan for an engine to come is still a plan."""
-    if scenario.engine == "headrace" and not scenario.model_gaps():
-        result = search(replace(scenario, headrace_only=True))
-        if result.ranked:
-            return result
-    return search(scenario)
 
 
 def _alternatives(scenario: Scenario) -> Iterator[Alternative]:
@@ -161,16 +152,9 @@ def _alternatives(scenario: Scenario) -> Iterator[Alternative]:
 
 
 def _first_that_runs(requests: Iterable[PlanRequest], scenario: Scenario) -> _Found | None:
-    """The first that runs, if any does; preferably on a layout that headrace has today."""
-    on_paper = None
-    for request in requests:
-        found = _find_layouts(replace(scenario, request=request))
-        if found.problems:
-            continue
-        if request.engine == "vllm" or not layout_gaps(found.result.best.parallel, scenario.chip):
-            return found
-        on_paper = on_paper or found
-    return on_paper
+    """The first that runs, if any does."""
+    tried = (_find_layouts(replace(scenario, request=request)) for request in requests)
+    return next((found for found in tried if not found.problems), None)
 
 
 def _difference(asked: PlanRequest, changed: PlanRequest) -> str:
@@ -221,7 +205,7 @@ def _count_decision(scenario: Scenario, exact: bool) -> Decision:
     if scenario.pinned_gpus is not None:
         return Decision(field, count, "what the given layout takes")
     more = next((more for more in GPU_COUNTS if count < more <= scenario.chip.gpus_per_node), None)
-    found = _search(replace(scenario, num_gpus=more)).ranked if exact and more is not None else []
+    found = search(replace(scenario, num_gpus=more)).ranked if exact and more is not None else []
     runner_up = f"{found[0].parallel.gpus}, as {found[0].name}: {summary(found[0])}" if found else ""
     return Decision(field, count, "the fewest that hold it; --num-gpus takes more", runner_up)
 

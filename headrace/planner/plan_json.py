@@ -46,7 +46,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "commands": [
             {
                 "engine": command.engine,
-                "lines": command.lines,
+                "line": command.line,
                 "environment": [asdict(variable) for variable in command.variables],
                 "flags": [asdict(flag) for flag in command.flags],
                 "notes": list(command.notes),

@@ -93,9 +93,6 @@ class PlanRequest:
     enable_dp_attention: bool | None = knob(
         None, "Data-parallel ranks share the experts, and each keeps the cache of its own requests.", group="parallel"
     )
-    disable_custom_all_reduce: bool = knob(
-        False, "Sum over GPUs by NCCL or RCCL alone, not by vLLM's own kernel.", group="parallel"
-    )
     speculative_config: dict[str, Any] = knob(
         {}, 'JSON, e.g. \'{"method": "mtp", "num_speculative_tokens": 1}\'; what it gains is not predicted.'
     )

@@ -39,14 +39,6 @@ class Workload:
     request_rate: float | None = None
     """requests/s"""
 
-    def __post_init__(self) -> None:
-        for name in ("input_len", "output_len", "concurrency", "num_prompts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.request_rate is not None and self.request_rate <= 0:
-            raise ConfigError(f"request_rate must be above 0, got {self.request_rate}")
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -42,8 +42,6 @@ class Scenario:
     """how many this plan may use"""
     machine_gpus: int | None = None
     """how many this machine has, where the plan is for it"""
-    headrace_only: bool = False
-    """whether only layouts that headrace has today count"""
 
     @classmethod
     def of(cls, request: PlanRequest, machine: tuple[Chip, int] | None = None) -> Scenario:

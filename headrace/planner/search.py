@@ -109,7 +109,7 @@ def search(scenario: Scenario) -> SearchResult:
             if parallel.pp != stages:
                 continue
             name, why = name_of(parallel), reasons(parallel, scenario.shape, scenario.chip)
-            if scenario.headrace_only:
+            if scenario.engine == "headrace":
                 why += layout_gaps(parallel, scenario.chip)
             if why:
                 passed_over[name] = "; ".join(why)

@@ -22,9 +22,6 @@ from headrace.planner.scenario import Scenario
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score
 from headrace.planner.shapes import expert_share
 
-CUSTOM_ALL_REDUCE_MIB = 8
-"""Largest sum that vLLM's own kernels for linked GPUs take, and the most that a GPU writes to others in one of
-headrace's; larger sums go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
 
 
@@ -93,12 +90,6 @@ def parallel_decisions(scenario: Scenario, result: SearchResult) -> list[Decisio
     stages = "the layers fit without stages, which would wait for each other"
     if parallel.pp > 1:
         stages = f"{parallel.pp} stages: the layers do not fit into {parallel.tp} GPUs"
-    size = parallel.tp * parallel.pp * (parallel.dp if parallel.dp_attention else 1)
-    idle = scenario.num_gpus - parallel.gpus
-    each = f"each takes {size} GPU{'s' if size > 1 else ''}" + (
-        f"; {idle} of {scenario.num_gpus} stay idle" if idle else ""
-    )
-    replicas = min(parallel.replicas, max(1, scenario.chip.gpus_per_node // size))
     rival = next((f"{other.name}: {summary(other)}" for other in result.ranked[1:]), "")
     reasons = {
         "tp": (_why_layout(scenario, result), rival),
@@ -107,13 +98,12 @@ def parallel_decisions(scenario: Scenario, result: SearchResult) -> list[Decisio
         "ep": (_why_experts(scenario, best), _best_other(result, "ep")),
         "dp_attention": (_why_attention(scenario, best), _best_other(result, "dp_attention")),
     }
-    decisions = [
+    return [
         Decision(field, getattr(parallel, name), *reasons[name])
         if getattr(request, field) is None
         else Decision(field, getattr(parallel, name), "given", source="user")
         for field, name in PINS.items()
     ]
-    return [*decisions, Decision("replicas_per_node", replicas, each), all_reduce(scenario, best)]
 
 
 def summary(candidate: Candidate) -> str:
@@ -177,31 +167,6 @@ def _best_other(result: SearchResult, name: str) -> str:
     chosen = getattr(result.best.parallel, name)
     others = (entry for entry in result.ranked if getattr(entry.parallel, name) != chosen)
     return next((f"{other.name}: {summary(other)}" for other in others), "")
-
-
-def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
-    """Decide what sums partial results over GPUs."""
-    parallel, chip, field = best.parallel, scenario.chip, "all_reduce"
-    if parallel.dp_attention and parallel.tp == 1:
-        return Decision(field, "gather and scatter", "ranks of attention sum nothing; tokens go to experts and back")
-    if parallel.tp == 1:
-        return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
-    name = "RCCL" if chip.vendor == "amd" else "NCCL"
-    if chip.vendor == "cpu":
-        return Decision(field, "gloo", "the CPU's")
-    if scenario.engine == "headrace" and chip.vendor == "amd":
-        return Decision(field, name, "headrace's own kernels for small sums were never measured on AMD's GPUs")
-    width = 2 * scenario.shape.spec.hidden_size
-    decode, step = best.limits.max_num_seqs * width / 2**20, best.limits.max_num_batched_tokens * width / 2**20
-    limit = CUSTOM_ALL_REDUCE_MIB / (1 if scenario.engine == "vllm" else parallel.tp - 1)
-    value = f"own kernel, {name} above {limit:.3g} MiB"
-    value += " unless two shots were measured to be faster" if scenario.engine == "headrace" else ""
-    if scenario.request.disable_custom_all_reduce:
-        return Decision(field, name, "given", value, source="user")
-    runner_up = "Quick Reduce INT8 for large steps: faster prompts, rounded sums" if chip.vendor == "amd" else ""
-    return Decision(
-        field, value, f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB", runner_up
-    )
 
 
 def engine_decisions(scenario: Scenario, best: Candidate) -> list[Decision]:

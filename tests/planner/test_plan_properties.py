@@ -162,7 +162,6 @@ def keeps_the_rules(made: Plan) -> None:
     ours = any(command.engine == "headrace" for command in made.commands)  # whose engines share experts on one machine
     if shape.is_mla and tp > 1 and made.concurrency / copies >= 512 and not ours:
         assert not make_plan(made.request.replace(tensor_parallel_size=1, pipeline_parallel_size=pp)).feasible
-    assert 1 <= value(made, "replicas_per_node") <= chip.gpus_per_node
     if any(command.engine == "headrace" for command in made.commands):
         assert not made.gaps
 
@@ -187,12 +186,10 @@ def follows_no_false_claim(made: Plan) -> None:
     assert value(made, "enable_chunked_prefill") is True
     assert value(made, "async_scheduling") is True
     assert value(made, "speculative_config") == "off"
-    # One GPU has nothing to sum; sums are rounded nowhere unasked; code of a repository is never run.
+    # Sums are rounded nowhere unasked; code of a repository is never run.
     tensor = value(made, "tensor_parallel_size")
-    alone = tensor == 1 and not value(made, "enable_dp_attention")
-    assert (value(made, "all_reduce") == "none") == alone
     for command in made.commands:
-        said = " ".join(command.lines)
+        said = command.line
         for word in ("QUICK_REDUCE", "trust-remote-code", "no-enable-chunked-prefill", "no-async", "swap-space"):
             assert word not in said
         if made.shape.weight_format != "bf16":

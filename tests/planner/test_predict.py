@@ -132,19 +132,6 @@ def test_one_token_answers() -> None:
         assert found.output_tok_s > 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"input_len": 0}, "input_len must be at least 1, got 0"),
-        ({"num_prompts": 0}, "num_prompts must be at least 1, got 0"),
-        ({"request_rate": 0.0}, "request_rate must be above 0, got 0"),
-    ],
-)
-def test_wrong_workloads_are_refused(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Workload(**({"input_len": 8, "output_len": 8, "concurrency": 1} | wrong))  # type: ignore[arg-type]
-
-
 def test_a_cache_too_small_for_one_request_is_said() -> None:
     with pytest.raises(ConfigError, match="kv_tokens must be at least 2000"):
         predict(deployment(), Workload(1000, 1000, 1), Limits(1024, 8192, 1500))

@@ -26,10 +26,10 @@ DENSE, SPARSE, LATENT, ULTRA = (find_model(name) for name in ("llama-3.1-8b", "q
                                                               "llama-4-maverick"))  # fmt: skip
 
 
-def scenario(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, today: bool = False, **asked: Any) -> Scenario:
+def scenario(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, **asked: Any) -> Scenario:
     asked = {"engine": "vllm", "kv_cache_dtype": "bfloat16", **asked}
     request = PlanRequest(model=shape.name, gpu=chip.name, **asked).filled(shape.spec.max_position_embeddings)
-    return Scenario(request, shape, CheckpointConfig(shape.name, {}, ""), chip, num_gpus, headrace_only=today)
+    return Scenario(request, shape, CheckpointConfig(shape.name, {}, ""), chip, num_gpus)
 
 
 def candidate(scenario: Scenario, **parallel: Any) -> Candidate:
@@ -159,7 +159,7 @@ def test_a_latent_cache_is_not_copied_for_many_requests() -> None:
 
 
 def test_headrace_gets_layouts_that_it_has() -> None:
-    found = search(scenario(SPARSE, 8, engine="headrace", today=True, objective="throughput", concurrency=512))
+    found = search(scenario(SPARSE, 8, engine="headrace", objective="throughput", concurrency=512))
     assert {entry.parallel.ep for entry in found.ranked if entry.parallel.dp_attention} == {True}
     assert any(entry.parallel.ep and not entry.parallel.dp_attention for entry in found.ranked)
     assert any("share whole experts alone" in why for why in found.passed_over.values())

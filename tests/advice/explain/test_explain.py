@@ -291,7 +291,7 @@ def test_what_a_plan_writes_needs_no_better_line(planned: tuple[str, str, int], 
     model, gpu, count = planned
     asked = PlanRequest(model=model, gpu=gpu, num_gpus=count, engine=engine, concurrency=concurrency)
     for command in make_plan(asked).commands:
-        for whole in explain(command.lines[0], find_chip(gpu)):
+        for whole in explain(command.line, find_chip(gpu)):
             bad = [a for a in whole.answers if a.better or a.verdict in ("wrong", "no effect", "unknown")]
             assert not bad, [(str(a.setting), a.why) for a in bad]
 
