@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.speed import PATIENCE
+
 CHATTER = """
 import logging, sys, warnings
 from headrace.output import take_streams
@@ -46,7 +48,7 @@ def run(*argv: str, redirect: str = "", **popen: Any) -> tuple[int, str | None, 
     """(status, output, errors) of Python, with the shell's redirections."""
     shell = ["bash", "-c", f'exec "$0" "$@" {redirect}', sys.executable, *argv]
     popen = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen}
-    done = subprocess.run(shell, text=True, timeout=60, check=False, **popen)
+    done = subprocess.run(shell, text=True, timeout=PATIENCE, check=False, **popen)
     return done.returncode, done.stdout, done.stderr
 
 

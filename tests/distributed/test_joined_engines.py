@@ -108,11 +108,16 @@ async def test_processes_answer_and_when_one_dies_all_end(tmp_path: Path) -> Non
         assert list(map(len, found)) == [each[1] for each in sizes]
         assert all(each.load.sent for each in engine.replicas._all), "both have had some"
         victim, *_ = children = [psutil.Process(each.client.pid) for each in engine.replicas._all]
-        lasting = [asyncio.create_task(tokens(number, 3, 90)) for number in range(4)]
+
+        async def lasting(number: int) -> None:
+            while True:  # however fast they are and whenever the engine dies
+                await tokens(number, 3, 90)
+
+        tasks = [asyncio.create_task(lasting(number)) for number in range(4)]
         await asyncio.sleep(0.05)
         victim.kill()
         said = r"^engine 0: the engine core died \(exit code -9\); its experts are gone, so all 2 engines end$"
-        for task in lasting:
+        for task in tasks:
             with pytest.raises(EngineDeadError, match=said):
                 await task
         with pytest.raises(EngineDeadError, match=r"none of 2 engines serves now: engine 0: .*its experts are gone"):

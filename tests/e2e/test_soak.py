@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.e2e.conftest import KEY
 from tests.serving import Serve
+from tests.speed import PATIENCE
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "soak.py"
 
@@ -16,7 +17,7 @@ def test_clients_that_come_and_go(server: Serve) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--url", server.url, "--api-key", KEY, "--clients", "32", "--seconds", "3",
          "--max-health-ms", "30000"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no leak, no error" in done.stdout

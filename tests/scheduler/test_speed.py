@@ -5,7 +5,7 @@ Run with `-s` to see the figures. The bound has room for a slow or busy machine;
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -30,14 +30,14 @@ def test_decode_steps_cost_microseconds_a_request(num_requests: int) -> None:
         scheduler.add_request(make_request(str(index), prompt, max_tokens=64, stop_token_ids=[2]))
     schedule_times, update_times = [], []
     for _ in range(60):
-        start = perf_counter()
+        start = process_time()
         step = scheduler.schedule()
-        scheduled = perf_counter()
+        scheduled = process_time()
         assert step is not None
         result = results(step)
-        returned = perf_counter()
+        returned = process_time()
         outputs = scheduler.update(step, result)
-        update_times.append(perf_counter() - returned)
+        update_times.append(process_time() - returned)
         schedule_times.append(scheduled - start)
         assert len(outputs) == num_requests
     best = [min(times[1:]) / num_requests * 1e6 for times in (schedule_times, update_times)]

@@ -1,4 +1,4 @@
-"""Measures for how long an event loop stands still, and with it everybody's tokens."""
+"""Measures for how long a process computes while its event loop stands still, and with it everybody's tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import AsyncIterator
 GAP = 0.05
 """Seconds for which the event loop may stand still on a machine that is fast enough."""
 TRIES = 4
-"""A busy machine stops a process for longer than that: of several tries one must be short."""
+"""Other threads compute too, and what is done once at first: of several tries one must be short."""
 TICK = 0.001
 
 
 class LoopWatch:
-    """`gap`: the longest time between two turns of the loop since `begin`; `busy`: the longest that its own thread
-    computed between two, which other threads of the process, and other processes, do not lengthen."""
+    """`gap`: the longest that this process computed between two turns of the loop since `begin`, in any thread, as one
+    may hold up the others; `busy`: the longest that the loop's own thread did."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        self.gap, self._last = 0.0, time.perf_counter()
+        self.gap, self._last = 0.0, time.process_time()
         self.busy, self._computed = 0.0, time.thread_time()
 
     async def end(self) -> float:
@@ -33,7 +33,7 @@ class LoopWatch:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            now = time.perf_counter()
+            now = time.process_time()
             self.gap, self._last = max(self.gap, now - self._last), now
             computed = time.thread_time()
             self.busy, self._computed = max(self.busy, computed - self._computed), computed

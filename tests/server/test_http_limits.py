@@ -61,12 +61,12 @@ async def test_a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> N
 
 
 async def test_a_long_body_at_a_fair_rate_takes_its_time() -> None:
-    async with serving(body_timeout=0.3) as server:
+    async with serving(body_timeout=1.0) as server:
         body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "a" * 20_000}).encode()
         client = await server.connect(POST + b"Content-Length: %d\r\n\r\n" % len(body))
-        for start in range(0, len(body), 1000):
-            client.say(body[start : start + 1000])
-            await asyncio.sleep(0.05)
+        for start in range(0, len(body), 2000):
+            client.say(body[start : start + 2000])
+            await asyncio.sleep(0.15)
         assert b" 200 " in await client.answer()
 
 
@@ -86,7 +86,7 @@ async def test_a_body_that_nobody_waits_for_any_more_ends_too() -> None:
 )
 async def test_a_request_that_waits_for_its_answer_is_not_idle(following: bytes) -> None:
     """Nor does half a request behind it end it; that one's time begins with the answer to the first."""
-    async with serving(header_timeout=0.2, body_timeout=0.2, send_timeout=0.2) as server:
+    async with serving(header_timeout=0.5, body_timeout=0.5, send_timeout=0.5) as server:
         server.engine.delay = 0.1
         client = await server.connect(request(max_tokens=12) + following)
         assert b" 200 " in await client.answer()
@@ -130,10 +130,10 @@ async def test_an_answer_that_is_complete_and_never_read_is_let_go() -> None:
 async def test_a_slow_reader_gets_its_whole_stream() -> None:
     """For longer than the limit the kernel takes nothing from the server, since it waits until a third of its buffer is
     free; but the client does read."""
-    async with serving(send_timeout=0.4, send_buffer=2**16) as server:
+    async with serving(send_timeout=0.8, send_buffer=2**16) as server:
         client = (await server.connect(request(**{**LONG, "n": 8}), receive_buffer=4096)).writer.transport
         client.pause_reading()  # type: ignore[attr-defined]
-        received, pauses = b"", 75
+        received, pauses = b"", 33
         with socket.socket(fileno=os.dup(client.get_extra_info("socket").fileno())) as connection:
             while b"[DONE]" not in received[-100:]:
                 part = await asyncio.get_running_loop().sock_recv(connection, 2048)
@@ -141,7 +141,7 @@ async def test_a_slow_reader_gets_its_whole_stream() -> None:
                 received += part
                 if pauses:
                     pauses -= 1
-                    await asyncio.sleep(0.04)
+                    await asyncio.sleep(0.09)
         assert not server.engine.aborted
 
 

@@ -65,7 +65,6 @@ def total(text: str, pattern: str) -> float:
 
 RUNNING, TOKENS = r"vllm:num_requests_running\{", r"vllm:generation_tokens_total\{"
 FIRST = r"vllm:time_to_first_token_seconds_count\{"
-AGAIN = rf'{TOKENS}engine="0"'
 ENDED, ABORTED = (rf'vllm:request_success_total\{{.*finished_reason="{reason}"' for reason in ("length", "abort"))
 
 
@@ -164,21 +163,24 @@ def test_a_killed_core_comes_back_for_all(live: Live) -> None:
         async with doors(live, 4) as (ones, others, ((asks, *_))):
             await until(asks, RUNNING, 0)
             tasks = [asyncio.create_task(stream(client, max_tokens=60)) for client in (*ones, *others)]
-            await until(asks, RUNNING, 8)
-            live.children(CORE)[0].kill()
+            text = await until(asks, RUNNING, 8)
+            running = [total(text, rf'{RUNNING}engine="{rank}"') for rank in range(2)]
+            victim = running.index(max(running))  # the other may have been thought too slow for any
+            live.children(CORE)[victim].kill()
             found = await asyncio.gather(*tasks)
             whole = [each for each in found if each[-1] == "[DONE]"]
             assert all(said(each) == "no" * 20 for each in whole)
             assert all(each in whole or each[-1]["error"]["code"] == "engine_dead" for each in found)
-            assert 0 < len(whole) < 8, "one core is left, and each had some"
+            assert min(running) <= len(whole) < 8, "one core is left"
             async with asyncio.timeout(PATIENCE):
                 for client in (ones[0], others[0], asks):
                     while set((await client.get("/health")).json()["engines"].values()) != {"serving"}:
                         await asyncio.sleep(0.05)
+            again = rf'{TOKENS}engine="{victim}"'
             for client in (ones[0], others[0]):
                 before = await until(asks, RUNNING, 0)
                 async with asyncio.timeout(PATIENCE):
-                    while total(await metrics(asks), AGAIN) == total(before, AGAIN):
+                    while total(await metrics(asks), again) == total(before, again):
                         assert said(await stream(client, max_tokens=6)) == "nono"
 
     asyncio.run(go())

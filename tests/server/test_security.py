@@ -9,14 +9,13 @@ and test_chat.py; patterns (CVE-2025-48942, -48943, -48887, CVE-2026-105757) are
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from typing import Any
 
 import pytest
 
 from tests.server.fake_engine import FakeEngine, chat, complete, error_of, events, make_app, post, send
-from tests.speed import slowness
+from tests.speed import at_most
 
 JSON = {"content-type": "application/json"}
 
@@ -132,6 +131,5 @@ def test_deep_nesting_in_every_kind_of_field(field: str) -> None:
 @pytest.mark.parametrize(("count", "status"), [(50_000, 200), (500_000, 400)])
 def test_wide_json_is_refused_or_ignored_in_time(count: int, status: int) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "unknown": [' + b",".join([b"{}"] * count) + b"]}"
-    started = time.monotonic()
-    assert send(make_app(), "POST", "/v1/completions", content=body, headers=JSON).status_code == status
-    assert time.monotonic() - started < 2 * slowness()
+    with at_most(2.0):
+        assert send(make_app(), "POST", "/v1/completions", content=body, headers=JSON).status_code == status

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tests.sampled import sampled
 from tests.scripted.engine import Scripted, scripted_servers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.server.hostile import GRAMMARS, REGEXES, laughs
-from tests.speed import PATIENCE, slowness
+from tests.speed import PATIENCE, at_most
 
 SECONDS = 3.0
 """Most that a hostile request may take on a machine that is fast enough, grammar and answer together."""
@@ -41,9 +40,8 @@ def scripted() -> Iterator[Scripted]:
 
 def chat(scripted: Scripted, **fields: Any) -> httpx.Response:
     """One request, within SECONDS; after it the server still works."""
-    started = time.monotonic()
-    answer = post(scripted, json.dumps({"messages": USER, "max_tokens": 8, **fields}))
-    assert time.monotonic() - started < SECONDS * slowness()
+    with at_most(SECONDS):
+        answer = post(scripted, json.dumps({"messages": USER, "max_tokens": 8, **fields}))
     assert post(scripted, json.dumps({"messages": USER, "max_tokens": 1})).status_code == 200
     return answer
 
@@ -227,9 +225,8 @@ def test_what_a_model_writes_is_never_run(scripted: Scripted, tmp_path: Path, pa
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
     for written in (text, f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"):
         body = {"text": written, "tools": tools, "tool_call_parser": parser}
-        started = time.monotonic()
-        answer = client().post(f"{scripted.url}/parse_function_call", json=body)
-        assert time.monotonic() - started < slowness()
+        with at_most(1.0):
+            answer = client().post(f"{scripted.url}/parse_function_call", json=body)
         assert answer.status_code == 200, answer.text
         for call in answer.json()["calls"]:
             json.loads(call["parameters"], parse_int=str)  # Python reads no integers of 5,000 digits

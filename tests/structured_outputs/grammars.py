@@ -10,6 +10,7 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
+from tests.speed import PATIENCE
 
 TEXT = b'0123456789abcdefghijklmnopqrstuvwxyz"{}[]:,. -ABCDEFGHIJKLMN'
 """The bytes of token 0, 1, ...; the token behind them ends a text."""
@@ -57,7 +58,7 @@ def lark(start: str) -> str:
 
 
 def compiled(compiler: GrammarCompiler, grammar: str) -> Matcher:
-    return compiler.start(grammar).result(timeout=20).copy()
+    return compiler.start(grammar).result(timeout=PATIENCE).copy()
 
 
 def allowed(compiler: GrammarCompiler, *wanted: Wanted) -> list[set[int]]:

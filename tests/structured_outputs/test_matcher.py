@@ -14,6 +14,7 @@ from llguidance import LLParserLimits, LLTokenizer
 from headrace.errors import ConfigError, RequestError
 from headrace.structured_outputs import matcher as matcher_module
 from headrace.structured_outputs.matcher import OUTPUTS_A_LEXER, GrammarCompiler, Wanted
+from tests.speed import PATIENCE
 from tests.structured_outputs.grammars import (
     EOS,
     allowed,
@@ -164,7 +165,7 @@ def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
     before = compiler.num_compiled
     futures = [compiler.start(grammar) for _ in range(5)]
     assert all(future is futures[0] for future in futures)
-    futures[0].result(timeout=20)
+    futures[0].result(timeout=PATIENCE)
     assert compiler.num_compiled == before + 1
 
 
@@ -187,7 +188,7 @@ def test_the_oldest_grammars_are_forgotten(compiler: GrammarCompiler, monkeypatc
     ids=["no grammar", "no list", "too deep"],
 )
 def test_what_cannot_be_compiled_is_an_error_of_one_line(compiler: GrammarCompiler, grammar: str, said: str) -> None:
-    error = compiler.start(grammar).exception(timeout=20)
+    error = compiler.start(grammar).exception(timeout=PATIENCE)
     assert isinstance(error, RequestError)
     assert said in str(error)
     assert "\n" not in str(error)
@@ -197,7 +198,7 @@ def test_what_cannot_be_compiled_is_an_error_of_one_line(compiler: GrammarCompil
 def test_a_grammar_beyond_the_limits_is_an_error(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = lark("x x\nx: " + " | ".join(f'"{word}" x' for word in "abcdefgh"))
     monkeypatch.setattr(matcher_module, "LIMITS", LLParserLimits(max_grammar_size=10))
-    assert "size" in str(compiler.start(grammar).exception(timeout=20))
+    assert "size" in str(compiler.start(grammar).exception(timeout=PATIENCE))
 
 
 def test_a_grammar_whose_lexer_has_ended_is_compiled_again(
@@ -220,7 +221,7 @@ def test_without_a_vocabulary_every_grammar_says_why(error: Exception) -> None:
         raise error
 
     compiler = GrammarCompiler(broken, threads=1)
-    found = compiler.start(choice(["a"])).exception(timeout=20)
+    found = compiler.start(choice(["a"])).exception(timeout=PATIENCE)
     assert isinstance(found, ConfigError)
     assert "secret" not in str(found)
     compiler.shutdown()

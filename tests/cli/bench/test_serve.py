@@ -16,6 +16,7 @@ from headrace.cli.bench.client import ClientError, EventSplitter, HttpClient
 from headrace.cli.main import main
 from headrace.errors import ConfigError
 from tests.cli.fake_server import FakeServer, running
+from tests.speed import PATIENCE
 
 
 @pytest.fixture
@@ -252,7 +253,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, 
 
 
 @contextlib.asynccontextmanager
-async def client_of(handle: Handler, seconds: float = 5.0) -> AsyncIterator[HttpClient]:
+async def client_of(handle: Handler, seconds: float = PATIENCE) -> AsyncIterator[HttpClient]:
     """A client of a server that handles each connection so. `seconds`: for how long it waits."""
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {}, seconds)
