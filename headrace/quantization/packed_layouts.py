@@ -189,7 +189,7 @@ class CodedLayout:
             )  # fmt: skip
         if packed is None:
             dummy = DUMMY_REACH / (1 << self.bits)
-            return Slot(shape, source, None, dtype=torch.float32, dummy=dummy, is_scale=True, as_stored=True)
+            return Slot(shape, source, None, dtype=torch.float32, dummy=dummy, as_stored=True)
         if self.spelling.by_group:
             (count, groups), words = self._groups(part), shape[1] // self._groups(part)[0]
             shape, source = (shape[0], count, words), (source[0], groups, slice(0, words))

@@ -142,7 +142,8 @@ class Slot:
     dummy: float | None = None
     """what dummy weights are filled with; None: random numbers"""
     is_scale: bool = False
-    """Its numbers are scales, none of which may be negative."""
+    """Its numbers are scales of floats, none of which may be negative. Those of integers may: AutoRound gives a group
+    the sign with which its largest weight is the code that reaches furthest."""
     as_stored: bool = False
     """`store` takes the slice in the type that it has in the checkpoint, which counts for more than `dtype`."""
 

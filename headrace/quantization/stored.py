@@ -204,7 +204,8 @@ class StoredLayout:
         scales, rows, columns = weights["weight_scale"], part.rows, part.columns
         kind = None if self.rounds else weights["scale_types"][number]
         factor = of_e4m3fn(weights["weight"].dtype)
-        more: dict[str, Any] = {"dummy": DUMMY_SCALE[self.numbers], "is_scale": True, "as_stored": True}
+        of_floats = self.dtype != torch.int8
+        more: dict[str, Any] = {"dummy": DUMMY_SCALE[self.numbers], "is_scale": of_floats, "as_stored": True}
         if self.scale != "block":
             mine = scales[rows_of(part)]
             return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor, kind, Tensor.flatten), **more)

@@ -56,6 +56,8 @@ def random_coded(
         held = (wide.log2().round() + 127).to(torch.uint8)
     else:
         held = wide.to(scales)
+    if values == "integer":  # as AutoRound has them
+        held[..., ::2] *= -1
     lowest = torch.randint(0, 1 << bits, of_groups, dtype=torch.uint8, device=device) if zeros else None
     permuted = torch.randperm(size, device=device) if order else None
     return CodedWeight(
