@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ _SPACE = re.compile(r"(?:\s|\\n)*")
 _BEGINNING = re.compile(r"[^<\n]{0,5}")
 _NEWLINE = markers("\n")
 _CDATA = markers("<![CDATA[")
+_NO_ENTITY = re.compile(r"<|&(?!(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});)")
+"""what no text in XML has"""
 _WRAPPERS = ("arguments", "properties")
 """Parameters that hold all of a call's arguments, where the tool has none of this name."""
 
@@ -58,8 +61,10 @@ class TaggedCalls:
     """One line break after a value's opening and one before its closing belong to the markup."""
     guess: bool = False
     """A value whose type no schema says is JSON, or a Python literal, if it looks like one; otherwise a string."""
-    cdata: bool = False
-    """A value may stand in <![CDATA[ and ]]>."""
+    xml: bool = False
+    """A value may stand in <![CDATA[ and ]]>, or have entities, which are read when it is whole."""
+    trimmed: bool = False
+    """White space around a value belongs to the markup."""
     lead: str = ""
     """Must stand before the tag of a call of a section; what follows anything else is none."""
     element_mark: str = ""
@@ -166,11 +171,15 @@ class TaggedCalls:
         guess = self.guess or bool(said)
         if self.newlines:
             yield from reader.accept(_NEWLINE)
+        if self.trimmed:
+            yield from reader.space()
         value = _Value(key, tool, self._ends(key, nested=types != STRING))
-        if self.cdata and (yield from reader.accept(_CDATA)):
-            value.ends = markers("]]>" + self.value_close)
+        has_entities = self.xml
+        if self.xml and (yield from reader.accept(_CDATA)):
+            value.ends, has_entities = markers("]]>" + self.value_close), False
         begun = f"{separator}{json_string(key)}: "
-        if types == STRING or (not self.element_mark and (yield from reader.ahead(partial(_decided, types, guess)))):
+        waits = self.xml or (types != STRING and bool(self.element_mark))
+        if not waits and (types == STRING or (yield from reader.ahead(partial(_decided, types, guess)))):
             yield calls.arguments(begun + '"')
             whole = yield from self._pass_text(reader, calls, value)
             if whole or not reader.cut:
@@ -179,6 +188,8 @@ class TaggedCalls:
         text, whole = yield from self._collect(reader, value)
         if not whole and reader.cut:
             return separator, True
+        text = html.unescape(text) if has_entities and not _NO_ENTITY.search(text) else text
+        text = text.strip() if self.trimmed else text
         if self.element_mark:
             yield calls.arguments(begun + element_json(self.element_mark, text, schema.member(key)))
         else:
@@ -187,9 +198,14 @@ class TaggedCalls:
 
     def _pass_text(self, reader: Reader, calls: Calls, value: _Value) -> Steps[bool]:
         """Hand on a string up to its end; returns whether the end is there."""
+        held = ""
 
         def event(text: str) -> Arguments:
-            return calls.arguments(json_escaped(text))
+            nonlocal held
+            text = held + text
+            end = len(text.rstrip()) if self.trimmed else len(text)
+            held = text[end:]
+            return calls.arguments(json_escaped(text[:end]))
 
         while True:
             mark = yield from reader.pass_on(value.ends, event, strict=True)
@@ -230,19 +246,21 @@ class TaggedCalls:
             ends = yield from reader.ahead(lambda text, at, closed: _goes_on(text, at + len(mark), closed, after))
         else:
             ends = yield from reader.ahead(
-                lambda text, at, closed: self._begins_parameter(text, at + len(mark), closed, value.tool)
+                lambda text, at, closed: self._begins_parameter(text, at, closed, mark, value.tool)
             )
         if not ends:
             yield from reader.scan(lambda _, at: at + len(mark))
         return ends
 
-    def _begins_parameter(self, text: str, at: int, closed: bool, tool: FunctionTool | None) -> bool | None:
-        """Whether the name of a parameter that the tool has goes on from here, and its tag ends."""
-        end = text.find(self.key_close, at, at + MAX_NAME)
+    def _begins_parameter(self, text: str, at: int, closed: bool, mark: str, tool: FunctionTool | None) -> bool | None:
+        """Whether this mark is followed by the name of a parameter that the tool has, and its tag ends. Within a line
+        the tool's schema must name it."""
+        begin = at + len(mark)
+        end = text.find(self.key_close, begin, begin + MAX_NAME)
         if end < 0:
-            return False if closed or len(text) - at >= MAX_NAME else None
-        key = self._key(text[at:end])
-        return bool(key) and parameters_of(tool).declares(key)
+            return False if closed or len(text) - begin >= MAX_NAME else None
+        key, schema = self._key(text[begin:end]), parameters_of(tool)
+        return bool(key) and (schema.declares(key) if mark[0] == "\n" else bool(schema.member(key).schemas))
 
     def _name(self, head: str) -> str:
         """The name of the function that stands in a tag, "" if there is none."""
@@ -272,7 +290,7 @@ class TaggedCalls:
         ends = [self.value_close, self.close]
         if self.newlines:
             ends += ["\n" + end for end in ends]
-        return markers(*ends, "\n" + self.key_open)
+        return markers(*ends, self.key_open, "\n" + self.key_open)
 
 
 @dataclass

@@ -132,10 +132,10 @@ STRING = typed(a={"type": "string"})
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        *((name, write("f", {"a": "Hello @@"})) for name, write in WRITERS.items() if name != "minicpm5"),
-        *((name, f"{begin}f(a='Hello @@'){end}") for name, (begin, end) in AROUND.items()),
-        ("gemma4", gemma("f", f"a:{QUOTE}Hello @@{QUOTE}")),
-        ("minimax_m3", elements.section(elements.call(elements.element("a", "Hello @@"), name="f"))),
+        *((name, write("f", {"a": "Hello@@"})) for name, write in WRITERS.items() if name != "minicpm5"),
+        *((name, f"{begin}f(a='Hello@@'){end}") for name, (begin, end) in AROUND.items()),
+        ("gemma4", gemma("f", f"a:{QUOTE}Hello@@{QUOTE}")),
+        ("minimax_m3", elements.section(elements.call(elements.element("a", "Hello@@"), name="f"))),
     ],
 )
 def test_a_string_is_handed_on_as_it_comes(name: str, text: str) -> None:

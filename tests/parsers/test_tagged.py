@@ -16,6 +16,8 @@ from tests.parsers.writing import WRITERS, dsml, glm, minicpm, minimax, random_v
 
 GUESSING = ("glm45", "deepseek_v32", "minicpm5")
 """Formats in which a value without a schema is JSON if it looks like it."""
+TRIMMING = ("step3", "minicpm5")
+"""Formats in which white space around a value is markup."""
 
 
 formats = pytest.mark.parametrize("name", sorted(WRITERS))
@@ -27,6 +29,8 @@ def test_typed_values_come_back_as_they_were_written(name: str) -> None:
     rng = random.Random()
     for _ in range(15):
         values = {f"p{place}": random_value(rng) for place in range(rng.randrange(1, 5))}
+        if name in TRIMMING:
+            values = {key: value.strip() if isinstance(value, str) else value for key, value in values.items()}
         written = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
         tool = typed(**{key: {"type": type_of(value)} for key, value in values.items()})
         text = WRITERS[name]("f", written)
@@ -39,7 +43,7 @@ def test_typed_values_come_back_as_they_were_written(name: str) -> None:
     "value",
     [
         "<div class='a'>a < b && c > d</div>",
-        "&lt;tag&gt; &#60;",
+        "&lt;tag> & &#60;",
         "a </ b",
         "</",
         "<parameter",
@@ -78,12 +82,37 @@ def test_one_line_break_on_each_side_of_a_value_is_markup(name: str, written: st
     assert called(answer(name, text)) == [("f", {"a": value})]
 
 
-@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "deepseek_v32", "step3", "minicpm5"])
-def test_elsewhere_white_space_belongs_to_a_string(name: str) -> None:
+@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "deepseek_v32", *TRIMMING])
+def test_elsewhere_white_space_belongs_to_a_string_or_to_the_markup(name: str) -> None:
     found = answer(
-        name, WRITERS[name]("f", {"a": "\n  if x:\n", "n": " 4\n"}), typed(a={"type": "string"}, n={"type": "integer"})
+        name,
+        WRITERS[name]("f", {"a": "\n  if x:\n\n y\n", "n": " 4\n"}),
+        typed(a={"type": "string"}, n={"type": "integer"}),
     )
-    assert called(found) == [("f", {"a": "\n  if x:\n", "n": 4})]
+    assert called(found) == [("f", {"a": "if x:\n\n y" if name in TRIMMING else "\n  if x:\n\n y\n", "n": 4})]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("&lt;b&gt; &amp;amp; &#233;&#xe9;", "<b> &amp; éé"),
+        ("a & b &lt;", "a & b &lt;"),
+        ("<b>&lt;</b>", "<b>&lt;</b>"),
+        ("<![CDATA[ &lt; ]]>", "&lt;"),
+    ],
+)
+def test_entities_of_minicpm_are_read_where_a_value_is_xml(written: str, value: str) -> None:
+    assert called(answer("minicpm5", minicpm("f", {"a": written}), typed(a={"type": "string"}))) == [
+        ("f", {"a": value})
+    ]
+
+
+@pytest.mark.parametrize("between", ["", "\n", "\n</parameter>\n"])
+def test_a_parameter_ends_where_another_begins_that_the_tool_has(between: str) -> None:
+    written = f"<parameter=a>\nuse <parameter=c>{between}<parameter=b>\n2\n</parameter>"
+    text = f"<tool_call>\n<function=f>\n{written}\n</function>"
+    tool = typed(a={"type": "string"}, b={"type": "integer"})
+    assert called(answer("qwen3_coder", text, tool)) == [("f", {"a": "use <parameter=c>", "b": 2})]
 
 
 @formats
