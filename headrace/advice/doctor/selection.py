@@ -16,60 +16,40 @@ CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Says what is wrong with a variable."""
-
-    seen: str
-    fix: str
-
-
-@dataclass(frozen=True)
 class Selection:
     """Holds the GPUs that the variables leave."""
 
     gpus: tuple[Gpu, ...]
     by: tuple[str, ...] = ()
     """The variables that chose, as NAME=value."""
-    problems: tuple[Problem, ...] = ()
+    wrong: tuple[str, ...] = ()
+    """Those of them in which an entry names no GPU, or one again."""
 
 
 def select(environment: Mapping[str, str], vendor: str, gpus: tuple[Gpu, ...]) -> Selection:
     """Return what the variables leave. On AMD ROCR_VISIBLE_DEVICES comes first, and HIP counts what it left."""
-    variables = [CUDA]
-    if vendor == "amd":
-        variables = [ROCR, HIP if HIP in environment else CUDA]
-    left, by, problems = gpus, [], []
-    for variable in variables:
-        if variable in environment:
-            left, problem = _apply(variable, environment[variable], left)
-            by.append(f"{variable}={environment[variable]}")
-            problems += [problem] if problem else []
-    return Selection(left, tuple(by), tuple(problems))
+    variables = [ROCR, HIP if HIP in environment else CUDA] if vendor == "amd" else [CUDA]
+    left, by, wrong = gpus, [], []
+    for variable in filter(environment.__contains__, variables):
+        by.append(f"{variable}={environment[variable]}")
+        left, is_right = _left(environment[variable], left)
+        wrong += [] if is_right else by[-1:]
+    return Selection(left, tuple(by), tuple(wrong))
 
 
-def _apply(variable: str, value: str, gpus: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], Problem | None]:
-    chosen: list[Gpu] = []
-    unset = f"unset {variable}"
-    if not value.strip():
-        return (), Problem(f"{variable} is set but empty, which hides every GPU", unset)
+def _left(value: str, gpus: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], bool]:
+    """(The GPUs that a value leaves, whether each of its entries names another one)."""
     if value.startswith("MIG-"):
-        return gpus, None  # names an instance, not a GPU
+        return gpus, True  # names an instance, not a GPU
+    chosen: list[Gpu] = []
     for entry in value.split(","):
         gpu = _find(entry.strip(), gpus)
         if gpu is None:
-            range_ = f"0-{len(gpus) - 1}" if len(gpus) > 1 else "0 alone"
-            seen = f"{variable}={value}: {entry.strip() or 'an empty entry'!r} names no GPU (there is {range_})"
-            if not chosen:
-                return (), Problem(f"{seen}, so none is visible", unset)
-            kept = ",".join(value.split(",")[: len(chosen)])
-            return tuple(chosen), Problem(f"{seen}; it and all after it are ignored", f"export {variable}={kept}")
+            return tuple(chosen), False
         if gpu in chosen:
-            kept = ",".join(dict.fromkeys(value.replace(" ", "").split(",")))
-            return (), Problem(
-                f"{variable}={value} names a GPU twice, which hides all of them", f"export {variable}={kept}"
-            )
+            return (), False
         chosen.append(gpu)
-    return tuple(chosen), None
+    return tuple(chosen), True
 
 
 def _find(entry: str, gpus: tuple[Gpu, ...]) -> Gpu | None:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.advice.doctor.finding import Finding, hurts, ok, unknown
-from headrace.advice.doctor.gpu import numbers
+from headrace.advice.doctor.finding import Finding, ok, unknown
 from headrace.advice.doctor.machine import Unreadable
 from headrace.advice.doctor.selection import CUDA, HIP, ROCR
 from headrace.advice.doctor.survey import Survey
@@ -173,15 +172,12 @@ def check_visible_devices(survey: Survey) -> Iterator[Finding]:
     environment, selection = survey.machine.environment, survey.selection
     if not survey.gpus:
         return
-    cost = "Some GPUs stay unused." if survey.visible else "No GPU is left to run on."
-    found = [hurts(problem.seen, cost, problem.fix) for problem in selection.problems]
+    counts = {"left": len(survey.visible), "all": len(survey.gpus)}
+    found = [survey.finding("devices-hidden", by=by, name=by.partition("=")[0], **counts) for by in selection.wrong]
     if survey.vendor == "amd":
         cuda, hip = environment.get(CUDA), environment.get(HIP)
         if cuda is not None and hip is not None and cuda != hip:
             found.append(survey.finding("devices-beside", cuda=cuda, hip=hip))
-        if ROCR in environment and (cuda is not None or hip is not None) and not selection.problems:
-            by = " and ".join(selection.by)
-            found.append(survey.finding("devices-twice", by=by, gpus=numbers(survey.visible)))
     else:
         foreign = {name: environment[name] for name in (HIP, ROCR) if name in environment}
         found += [survey.finding("devices-foreign", name=name, value=value) for name, value in foreign.items()]

@@ -89,7 +89,7 @@ class Survey:
     @property
     def checked_gpus(self) -> tuple[Gpu, ...]:
         """The GPUs that checks look at: the visible ones, or all where a mistake in a variable hides them."""
-        return self.selection.gpus or (self.gpus if self.selection.problems else ())
+        return self.selection.gpus or (self.gpus if self.selection.wrong else ())
 
     @property
     def several(self) -> bool:

@@ -16,13 +16,6 @@ from headrace.advice.doctor.finding import Finding, Severity, note, ok
 from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.survey import Survey
 
-AITER_MASTER = "VLLM_ROCM_USE_AITER"
-RCCL_READS_NCCL = (
-    "DEBUG", "DEBUG_SUBSYS", "NET_GDR_LEVEL", "P2P_LEVEL", "P2P_DISABLE", "SOCKET_IFNAME", "IB_DISABLE", "IB_HCA",
-    "ALGO", "PROTO", "BUFFSIZE", "TREE_THRESHOLD",
-)  # fmt: skip
-"""Names that RCCL reads with the prefix NCCL_ alone."""
-
 WHERE: dict[str, Callable[[Survey], bool]] = {
     "amd": lambda survey: survey.vendor == "amd",
     "not-amd": lambda survey: survey.vendor != "amd",
@@ -91,7 +84,6 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
         for rule in RULES
         if (value := environment.get(rule.name)) is not None and rule.speaks(value.strip(), survey)
     ]
-    findings += [*_rccl_names(survey), *_aiter(survey)]
     if survey.vendor == "amd" and survey.checked_gpus and "HIP_FORCE_DEV_KERNARG" not in environment:
         name = "HIP_FORCE_DEV_KERNARG"
         findings.append(note(f"{name} is not set", KERNARG, f"export {name}=1", id=name))
@@ -99,28 +91,3 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
         seen = sorted(name for name in environment if re.match(r"(R|N)CCL_|HSA_|AITER_", name))
         findings.append(ok(f"{', '.join(seen)} do no harm" if seen else "none set that hurts"))
     yield from findings
-
-
-def _rccl_names(survey: Survey) -> Iterator[Finding]:
-    wrong = [f"RCCL_{name}" for name in RCCL_READS_NCCL if f"RCCL_{name}" in survey.machine.environment]
-    if wrong:
-        fix = f"unset {' '.join(wrong)}"
-        if survey.vendor == "amd":
-            exports = (f"export N{name[1:]}={survey.machine.environment[name]}" for name in wrong)
-            fix = "; ".join([fix, *exports])
-        cost = "RCCL, as NCCL, reads these with the prefix NCCL_ alone: they do nothing."
-        yield note(", ".join(wrong), cost, fix, id=wrong[0])
-
-
-def _aiter(survey: Survey) -> Iterator[Finding]:
-    environment = survey.machine.environment
-    names = sorted(name for name in environment if name.startswith((AITER_MASTER, "AITER_")))
-    if not names:
-        return
-    rocm = survey.vendor == "amd" and survey.torch is not None and bool(survey.torch.hip)
-    if not rocm:
-        cost = "AITER is AMD's kernel library; without ROCm these do nothing."
-        yield note(", ".join(names), cost, f"unset {' '.join(names)}", id="aiter")
-    elif AITER_MASTER not in environment and any(name.startswith(AITER_MASTER) for name in names):
-        cost = f"vLLM asks {AITER_MASTER} first, which is off unless set; headrace reads none of them."
-        yield note(f"{', '.join(names)} without {AITER_MASTER}", cost, f"export {AITER_MASTER}=1", id="aiter")

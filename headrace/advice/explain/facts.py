@@ -75,7 +75,7 @@ CONDITIONS_OF: dict[str, Callable[[Case, Setting, str], bool]] = {
     "equals": lambda case, setting, number: _asked(case, setting) == float(number),
     "less-than": lambda case, setting, field: _asked(case, setting) < (getattr(case.asked, field) or 0),
     "more-than": lambda case, setting, field: _asked(case, setting) > (getattr(case.asked, field) or math.inf),
-    "graphs": lambda case, setting, mode: str(object_of(setting).get("cudagraph_mode") or "").lower() == mode,
+    "graphs": lambda case, setting, mode: fnmatchcase(str(object_of(setting).get("cudagraph_mode", "")).lower(), mode),
     "backend": lambda case, setting, name: _backend(case).lower() == name,
     "with": lambda case, setting, key: case.line.find(key) is not None,
     "on": lambda case, setting, key: case.on(key),

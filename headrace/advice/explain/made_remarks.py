@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headrace.advice.explain.case import LEAST_SHARE, Case, config_of, size
+from headrace.advice.explain.case import Case, config_of, size
 from headrace.advice.explain.remark import (
     MakeRemark,
     Remark,
@@ -17,7 +17,7 @@ from headrace.advice.explain.remark import (
     wrong,
 )
 from headrace.advice.explain.setting import Setting, object_of
-from headrace.config import CHECKPOINT_WORDS, GRAPH_MODES, QUANTIZATIONS
+from headrace.config import CHECKPOINT_WORDS, QUANTIZATIONS
 from headrace.planner.collectives import reckoned_sums
 from headrace.planner.draft_costs import asked_costs
 from headrace.planner.layouts import MANY_REQUESTS
@@ -33,7 +33,7 @@ AMD's guide finds it useful)."""
 
 def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
-    fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
+    fewest, weights = case.fewest_gpus(), case.weight_bytes()
     if visible is not None and case.gpus > visible and not case.may_be_set_elsewhere(*SIZES):
         most = visible * tp // case.gpus
         text = f"{case.gpus} GPUs are asked for, and {visible} left visible"
@@ -41,8 +41,6 @@ def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     problems = case.tp_problems(tp)
     if problems:
         return wrong("; ".join(problems), better=_split(case.tp_near(tp)))
-    if least is not None and weights is not None and case.gpus < least:
-        return _too_few_gpus(case, weights, least)
     if tp == 1:
         return not_needed("1 is the default")
     text = "gives the lowest latency, at the cost of two all-reduces in each layer"
@@ -60,39 +58,6 @@ def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
 
 def _split(tp: int | None) -> str:
     return "" if tp is None else f"--tensor-parallel-size {tp}" if tp > 1 else "drop"
-
-
-def _too_few_gpus(case: Case, weights: int, least: int) -> Remark:
-    """What is too little, and settings with which the weights fit: more GPUs of a node, fp8, or several nodes."""
-    text = f"{size(weights)} of weights need {least} GPUs"
-    node, small = case.gpus_per_node, case.fewest_gpus(LEAST_SHARE, "fp8")
-    if least <= node:
-        return wrong(text, better=_split(case.tp_near(least)))
-    if case.weight_format == "bf16" and case.chip is not None and "fp8" in case.chip.flops and small and small <= node:
-        better = f"--tensor-parallel-size {max(small, case.tp)} --quantization fp8"
-        return wrong(f"{text}, {small} in fp8", better=better)
-    better = f"--tensor-parallel-size {node} --pipeline-parallel-size {least // node}"
-    return wrong(f"{text}: several nodes", better=better)
-
-
-def _compilation_config(case: Case, setting: Setting) -> Remark | None:
-    """Remark on modes of graphs that no rule names."""
-    given = object_of(setting)
-    mode = given.get("cudagraph_mode")
-    if mode is None:
-        old = {"use_cudagraph": ("PIECEWISE", "NONE"), "full_cuda_graph": ("FULL", "PIECEWISE")}
-        for key, (yes, no) in old.items():
-            if isinstance(given.get(key), bool):
-                return fine(f"{key} is an old spelling", better=_graphs(yes if given[key] else no))
-        return None
-    if isinstance(mode, int | list):
-        return depends("a mode of CUDA graphs")
-    text = f"cudagraph_mode must be one of {', '.join(GRAPH_MODES)}"
-    return wrong(text, better=_graphs("FULL_AND_PIECEWISE"))
-
-
-def _graphs(mode: str) -> str:
-    return f"--compilation-config '{json.dumps({'cudagraph_mode': mode})}'"
 
 
 def _speculation(case: Case, setting: Setting) -> Remark:
@@ -204,7 +169,6 @@ def _format(case: Case) -> str:
 
 MADE_REMARKS: dict[str, MakeRemark] = {
     "--tensor-parallel-size": _tensor_parallel_size,
-    "--compilation-config": _compilation_config,
     "--speculative-config": _speculation,
     "--speculative-model": _speculation,
     "--num-speculative-tokens": _speculation,

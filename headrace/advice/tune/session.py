@@ -20,7 +20,7 @@ from headrace.advice.tune.page import page
 from headrace.advice.tune.record import Journal, Result, Trial
 from headrace.advice.tune.report import Report, as_json
 from headrace.advice.tune.trial import TrialRunner
-from headrace.advice.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_seconds
+from headrace.advice.tune.tuner import RunTrial, Tuner, parse_seconds
 from headrace.config import EngineConfig
 from headrace.environment import cache_folder
 from headrace.errors import ConfigError, HeadraceError
@@ -106,15 +106,7 @@ class Session:
 
     def _on_stage(self, stage: str) -> None:
         if self._status is not None:
-            self._status.update(f"{escape(self._line)}: {stage}{self._best_so_far()}")
-
-    def _best_so_far(self) -> str:
-        plan = self.journal.results.get(PLAN.id)
-        if plan is None:
-            return ""
-        results = [result for result in self.journal.results.values() if may_win(self.objective, result.trial)]
-        best = max(results, key=lambda result: gain(self.objective, result, plan))
-        return f"  [dim]best so far: {escape(best.trial.title)}, {_rate(best)}[/dim]"
+            self._status.update(f"{escape(self._line)}: {stage}")
 
     def _tell(self, number: int, total: int, trial: Trial, result: Result | None) -> None:
         if result is None:

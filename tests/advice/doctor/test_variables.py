@@ -55,6 +55,7 @@ CASES = [
     ("PYTORCH_TUNABLEOP_ENABLED", "1", "amd", 1, NOTE),
     ("CUDA_MODULE_LOADING", "EAGER", "nvidia", 1, NOTE),
     ("CUDA_MODULE_LOADING", "LAZY", "nvidia", 1, None),
+    *((name, "INFO", "amd", 2, NOTE) for name in ("RCCL_DEBUG", "RCCL_DEBUG_SUBSYS", "RCCL_NET_GDR_LEVEL")),
 ]
 
 
@@ -74,18 +75,9 @@ def test_every_rule_has_a_case() -> None:
     assert {(rule.name, rule.severity) for rule in RULES} == spoken
 
 
-AITER = {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MHA": "0"}
 OTHERS: list[Case] = [
     ("NCCL_IB_DISABLE", "nvidia", {"NCCL_IB_DISABLE": "1", "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"},
      NOTE),
-    ("RCCL_DEBUG", "amd", {"RCCL_DEBUG": "INFO", "RCCL_NET_GDR_LEVEL": "2", "RCCL_ENABLE_SIGNALHANDLER": "1"}, NOTE,
-     "RCCL_DEBUG, RCCL_NET_GDR_LEVEL",
-     "unset RCCL_DEBUG RCCL_NET_GDR_LEVEL; export NCCL_DEBUG=INFO; export NCCL_NET_GDR_LEVEL=2"),
-    ("RCCL_DEBUG", "nvidia", {"RCCL_DEBUG": "INFO"}, NOTE, "…", "unset RCCL_DEBUG"),
-    *(("aiter", vendor, AITER, NOTE, "VLLM_ROCM_USE_AITER, VLLM_ROCM_USE_AITER_MHA",
-       "unset VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_MHA") for vendor in ("", "nvidia")),
-    ("aiter", "amd", {"VLLM_ROCM_USE_AITER_MOE": "1"}, NOTE, "…", "export VLLM_ROCM_USE_AITER=1"),
-    ("aiter", "amd", AITER, None),
     ("variables", "nvidia", {}, OK, "none set that hurts"),
     ("variables", "nvidia", {"NCCL_IB_HCA": "mlx5", "PATH": "/bin"}, OK, "NCCL_IB_HCA do no harm"),
 ]  # fmt: skip
