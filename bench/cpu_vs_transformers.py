@@ -27,63 +27,45 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from headrace import LLM
 
 PROMPT_TOKENS = 32
+Prompts = list[list[int]]
 
 
-def llama(vocab_size: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-    )
-
-
-def prompts_for(config: LlamaConfig, count: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, config.vocab_size, (count, PROMPT_TOKENS), generator=generator).tolist()
-
-
-def transformers_padded(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> int:
+def padded(model: LlamaForCausalLM, prompts: Prompts, new_tokens: int) -> int:
+    """Return how many tokens transformers made, of prompts side by side."""
     ids = torch.tensor(prompts)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        pad_token_id=0,
-    )
-    return output.numel() - ids.numel()
+    exactly: Any = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **exactly).numel() - ids.numel()
 
 
-def transformers_batch(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> int:
+def in_batch(model: LlamaForCausalLM, prompts: Prompts, new_tokens: int) -> int:
+    """Return the same by continuous batching."""
     settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     outputs = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
     return sum(len(output.generated_tokens) for output in outputs.values())
 
 
-def headrace_generate(llm: LLM, prompts: list[list[int]], new_tokens: int) -> int:
+def ours(llm: LLM, prompts: Prompts, new_tokens: int) -> int:
     return sum(map(len, greedy_tokens(llm, prompts, new_tokens)))
 
 
-Load = tuple[str, int, int, Callable[[LlamaForCausalLM, list[list[int]], int], int]]
+Load = tuple[str, int, int, Callable[[LlamaForCausalLM, Prompts, int], int]]
 """name, prompts, new tokens of each, what transformers runs"""
+SMALL = LlamaConfig(
+    vocab_size=2304, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
+    num_key_value_heads=3, max_position_embeddings=512, tie_word_embeddings=True,
+)  # fmt: skip
+LARGE = LlamaConfig(
+    vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=16,
+    num_key_value_heads=8, max_position_embeddings=512, tie_word_embeddings=False,
+)  # fmt: skip
 LOADS: tuple[tuple[LlamaConfig, torch.dtype, tuple[Load, ...]], ...] = (
+    (SMALL, torch.float32, (("2.9M fp32, 16 prompts x 32, padded generate", 16, 32, padded),)),
     (
-        llama(2304, 192, 512, 6, 6, 3, tied=True),
-        torch.float32,
-        (("2.9M fp32, 16 prompts x 32, padded generate", 16, 32, transformers_padded),),
-    ),
-    (
-        llama(32000, 1024, 2816, 12, 16, 8, tied=False),
+        LARGE,
         torch.bfloat16,
         (
-            ("200M bf16, 8 prompts x 64, generate_batch", 8, 64, transformers_batch),
-            ("200M bf16, 1 prompt x 64, generate", 1, 64, transformers_padded),
+            ("200M bf16, 8 prompts x 64, generate_batch", 8, 64, in_batch),
+            ("200M bf16, 1 prompt x 64, generate", 1, 64, padded),
         ),
     ),
 )
@@ -98,17 +80,16 @@ def rate(run: Callable[[], int], expected: int) -> float:
     return count / (time.perf_counter() - start)
 
 
-def compare(llm: LLM, model: LlamaForCausalLM, config: LlamaConfig, load: Load) -> dict[str, Any]:
+def compare(llm: LLM, model: LlamaForCausalLM, vocab_size: int, load: Load) -> dict[str, Any]:
     """Run a load on both sides. Each round has new prompts, the same for both; the first of six warms up."""
     name, count, tokens, theirs = load
     rates: list[tuple[float, float]] = []
     for number in range(6):
-        prompts = prompts_for(config, count, number)
-        runs = (partial(headrace_generate, llm, prompts, tokens), partial(theirs, model, prompts, tokens))
+        generator = torch.Generator().manual_seed(number)
+        prompts = torch.randint(3, vocab_size, (count, PROMPT_TOKENS), generator=generator).tolist()
+        runs = (partial(ours, llm, prompts, tokens), partial(theirs, model, prompts, tokens))
         rates.append((rate(runs[0], count * tokens), rate(runs[1], count * tokens)))
-    headrace = statistics.median(a for a, _ in rates[1:])
-    reference = statistics.median(b for _, b in rates[1:])
-    ratio = statistics.median(a / b for a, b in rates[1:])
+    headrace, reference, ratio = map(statistics.median, zip(*((a, b, a / b) for a, b in rates[1:]), strict=True))
     print(f"{name:<52} headrace {headrace:8.1f} tok/s   transformers {reference:8.1f} tok/s   ratio {ratio:.2f}")
     return {"name": name, "headrace": headrace, "transformers": reference, "ratio": ratio}
 
@@ -126,7 +107,7 @@ def main() -> None:
             made.to(dtype).save_pretrained(folder)
             model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
             with LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
-                results += [compare(llm, model, config, load) for load in loads]
+                results += [compare(llm, model, config.vocab_size, load) for load in loads]
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -11,7 +11,8 @@
 
 Figures, each part under 8 minutes: FIGURES.
 Parts of one engine that are named together share it. `profile-*` traces decode steps at a model's largest and smallest
-batch, `adapters` (LoRA) those with and without them.
+batch, `adapters` (LoRA) those with and without them; `structured` compares
+requests under grammars with plain ones; `front-door` needs no GPU, but tests/engine and psutil.
 
 Cases, each part under 3 minutes:
 
@@ -24,8 +25,6 @@ Cases, each part under 3 minutes:
     self-check-formats  the same for formats of a checkpoint, and gpt-oss
     invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
     fp8-memory        loading in fp8 peaks below 1.1 x the weights
-    unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
-                      where it changes the model too much
     format-numerics   logits of every format of a checkpoint beside the widened model's, in fp32 and in bf16
     family-numerics   logits of every family in bf16 beside transformers', in fp32 and in bf16; tokens of graphs; what
                       torch computes inside layers (it needs tests/models and transformers)
@@ -76,6 +75,8 @@ OWN_PARTS = {
     "numerics": "numerics.numerics_rows",
     "adapters": "adapters.adapter_rows",
     "embeddings": "embeddings.embedding_rows",
+    "structured": "structured.structured_rows",
+    "front-door": "front_door.front_door_rows",
 }
 """part -> module.function in h200_parts that takes a Run, and measures the chip and rows on what it sets up itself"""
 FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, *OWN_PARTS, "ceilings")
@@ -89,7 +90,6 @@ CASES = {
     "self-check-latent": "self_check.self_check_latent_cases",
     "invariance": "invariance.invariance_cases",
     "fp8-memory": "memory.fp8_memory_cases",
-    "unasked-cache": "fp8_cache.unasked_cache_cases",
     "format-numerics": "format_numerics.format_numerics_cases",
     "family-numerics": "family_numerics.family_numerics_cases",
     "latent-numerics": "family_numerics.latent_numerics_cases",
@@ -184,7 +184,6 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                 draft_rows(bench)
             else:
                 idle_rows(bench)
-            bench.count_experts()
             run.done(time.perf_counter() - start)
             start = time.perf_counter()
     finally:

@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import random
+import re
 import secrets
 import statistics
 import subprocess
@@ -67,31 +68,17 @@ class Layout(NamedTuple):
         return self.tp * self.pp * self.dp
 
 
-LAYOUTS = {
-    "tp1": Layout(),
-    "tp2": Layout(tp=2),
-    "pp2": Layout(pp=2),
-    "dp2": Layout(dp=2),
-    "tp2-nodes2": Layout(tp=2, nodes=2),
-    "tp4": Layout(tp=4),
-    "tp2-pp2": Layout(tp=2, pp=2),
-    "tp8": Layout(tp=8),
-    "tp4-pp2": Layout(tp=4, pp=2),
-    "70b-tp2": Layout(tp=2),
-    "70b-pp2": Layout(pp=2),
-    "70b-tp8": Layout(tp=8),
-    "moe-tp1": Layout(),
-    "moe-tp2": Layout(tp=2),
-    "moe-ep2": Layout(tp=2, ep=True),
-    "moe-dp2": Layout(dp=2),
-    "moe-dp2-ep2": Layout(dp=2, ep=True),
-    "moe-tp2-dp2-ep4": Layout(tp=2, dp=2, ep=True),
-    "moe-dp4-ep4": Layout(dp=4, ep=True),
-    "moe-tp8": Layout(tp=8),
-    "moe-ep8": Layout(tp=8, ep=True),
-    "moe-dp8": Layout(dp=8),
-    "moe-dp8-ep8": Layout(dp=8, ep=True),
-}
+def layout_of(name: str) -> Layout:
+    """Return the layout of a name: as tp, pp, dp and nodes say; ep: experts are whole, on so many GPUs."""
+    sizes = {what: int(size) for what, size in re.findall(r"(tp|pp|dp|ep|nodes)(\d)", name)}
+    experts = sizes.pop("ep", 0)
+    return Layout(**{"tp": experts // sizes.get("dp", 1) or 1} | sizes, ep=experts > 0)
+
+
+DENSE = ("tp1", "tp2", "pp2", "dp2", "tp2-nodes2", "tp4", "tp2-pp2", "tp8", "tp4-pp2")
+LARGE = ("70b-tp2", "70b-pp2", "70b-tp8")
+SPARSE = ("tp1", "tp2", "ep2", "dp2", "dp2-ep2", "tp2-dp2-ep4", "dp4-ep4", "tp8", "ep8", "dp8", "dp8-ep8")
+LAYOUTS = {name: layout_of(name) for name in (*DENSE, *LARGE, *(f"moe-{name}" for name in SPARSE))}
 """Those that begin with moe are of Qwen3-30B-A3B, with 70b of Llama-3.1-70B in fp8, others of Llama-3.1-8B."""
 UNSCALED: dict[str, Any] = {"max_position_embeddings": 32768, "rope_scaling": None}
 CONFIGS = {"moe": QWEN3_30B_A3B, "70b": in_catalogue("llama-3.1-70b", "llama") | UNSCALED}
@@ -137,17 +124,8 @@ def start_nodes(folder: Path, layout: Layout) -> int:
     os.environ.setdefault("HEADRACE_SECRET", secrets.token_hex())
     port, each = free_port(), layout.tp * layout.pp // layout.nodes
     for node in range(1, layout.nodes):
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.cli.main",
-            "serve",
-            str(folder),
-            "--load-format",
-            "dummy",
-            "--headless",
-        ]
-        command += ["-tp", str(layout.tp), "-pp", str(layout.pp), "--nnodes", str(layout.nodes)]
+        command = [sys.executable, "-m", "headrace.cli.main", "serve", str(folder), "--load-format", "dummy"]
+        command += ["--headless", "-tp", str(layout.tp), "-pp", str(layout.pp), "--nnodes", str(layout.nodes)]
         command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         gpus = ",".join(str(gpu) for gpu in range(node * each, (node + 1) * each))
         subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus})

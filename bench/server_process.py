@@ -1,17 +1,23 @@
-"""Runs `headrace serve` as a child process on a free port, and keeps its log."""
+"""Runs `headrace serve` as a child process on a free port, keeps its log, and loads it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.main import main as headrace_main
 
 STOP_SECONDS = 10.0
 """A server that has not ended this long after SIGTERM is killed."""
@@ -82,3 +88,13 @@ def running(command: list[str], environment: dict[str, str] | None = None) -> It
     finally:
         server.stop()
         reader.join(STOP_SECONDS)
+
+
+def load(url: str, **flags: int | float) -> dict[str, Any]:
+    """Run `headrace bench serve` with such flags against a server; return its result file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        command = ["bench", "serve", f"--base-url={url}", "--ignore-eos", "--disable-tqdm", f"--result-filename={path}"]
+        headrace_main([*command, *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items())])
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found

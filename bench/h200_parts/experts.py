@@ -1,7 +1,4 @@
-"""Spreads tokens over the experts of a mixture whose weights are random, and counts the experts that a layer reads.
-
-It counts in runs of their own, after the timed ones, since recording the choices costs time.
-"""
+"""Spreads tokens over the experts of a mixture whose weights are random, and counts the experts that a layer reads."""
 
 from __future__ import annotations
 
@@ -10,12 +7,8 @@ from typing import Any
 
 from h200_parts.engines import runner_of, watched
 
-Prompts = list[list[int]]
-
 EVERY = 8
 """One in so many decode steps is counted."""
-WHOLE = 0.9
-"""Decode steps with a smaller share of the batch's requests are not counted."""
 
 
 def spread_tokens(llm: Any, seed: int) -> None:
@@ -36,40 +29,27 @@ def spread_tokens(llm: Any, seed: int) -> None:
             layer.selection_bias.zero_()
 
 
-def mean_distinct_experts(
-    llm: Any, run: Callable[[Prompts, int], Any], cases: list[tuple[Prompts, int]]
-) -> list[float]:
-    """Return the mean over layers and counted steps of each case (prompts, output length), which `run` runs on `llm`.
-
-    Counted are decode steps of the whole batch, or, where one token is asked for, the steps that read the prompts.
-    """
+def mean_distinct_experts(llm: Any, batch: int, run: Callable[[], Any]) -> float:
+    """Return how many experts a layer reads, in the mean over layers and decode steps of all of `batch` requests, which
+    `run` runs on `llm`. It is not for runs that are timed: recording the choices costs time."""
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
-    runner = runner_of(llm)
-    counted: list[float] = []
-    size = steps = 0
-    decoding = False
+    runner, steps, counted = runner_of(llm), 0, list[float]()
 
     def count(step: Any) -> None:
         nonlocal steps
-        requests = len(step.rows)
-        if not requests or (decoding and not WHOLE * size <= requests == step.num_tokens):
-            return
-        steps += 1
-        if not decoding or steps % EVERY == 1:
-            of_layers = distinct_experts(runner.model)
-            counted.append(sum(of_layers) / len(of_layers))
+        if len(step.rows) == step.num_tokens == batch:
+            steps += 1
+            if steps % EVERY == 1:
+                of_layers = distinct_experts(runner.model)
+                counted.append(sum(of_layers) / len(of_layers))
 
     keep_expert_ids(runner.model, llm.config.max_num_batched_tokens)
     runner.renew_graphs()  # graphs captured before do not record the choices
     try:
-        means = []
         with watched(runner, count):
-            for prompts, output_len in cases:
-                counted, size, steps, decoding = [], len(prompts), 0, output_len > 1
-                run(prompts, output_len)
-                means.append(sum(counted) / max(1, len(counted)))
-        return means
+            run()
+        return sum(counted) / max(1, len(counted))
     finally:
         keep_expert_ids(runner.model, 0)
         runner.renew_graphs()

@@ -1,7 +1,7 @@
 """Compares the fast path's logits with a reference's, teacher-forced on the reference's own tokens.
 
 The reference is headrace by torch's plain operations, without graphs. Both round to bf16, each in its own places, so
-both are also compared with the same in fp32; and with transformers, which shares no code, where it is installed.
+both are also compared with the same in fp32; and with transformers, which shares no code.
 Models: the demo model, and a few layers of the 8B shape whose random weights prefer some token over the others, as
 trained models do (its output layer knows the embeddings): among 128k logits of pure noise the best two are so close
 that rounding decides.
@@ -9,7 +9,6 @@ that rounding decides.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from h200_parts.settings import SEED, Settings
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
 from headrace.hub import resolve_model_folder
+from headrace.model_config import ModelConfig
 
 GAP = 4.0
 """A position is covered where the reference's two best logits lie this many times the largest difference apart."""
@@ -97,7 +97,7 @@ def numerics_rows(run: Run) -> None:
     settings = run.settings
     check_model(run, "demo", resolve_model_folder("demo"), _demo_prompts, 256)
     folder = write_random_model(settings.work / "8b4l", settings)
-    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocab_size = ModelConfig.from_folder(folder).vocab_size
 
     def random_prompts(batch: int) -> Prompts:
         generator = torch.Generator().manual_seed(batch)
@@ -143,20 +143,16 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     emit("exact", ours.error, f"the reference's own is {theirs.error:.2e}")
     emit("exact-covered", 100 * ours.covered, f"the reference's own {theirs.covered:.1%}")
     emit("exact-argmax", ours.unlike)
-    try:
-        prompts_of_all = [prompt for batch in batches for prompt in batch]
-        whole = [[*prompt, *one.tokens] for prompt, one in zip(prompts_of_all, reference, strict=True)]
-        other = [
-            transformers_logits(settings, "LlamaForCausalLM", folder, which, whole, NEW_TOKENS)
-            for which in (dtype, "float32")
-        ]
-        ours, theirs = compare(logits, other[1]), compare(other[0], other[1])
-        error = f"ours is {ours.error:.2e}, transformers' own {theirs.error:.2e}"
-        emit("transformers", ours.error / max(theirs.error, 1e-6), error)
-        del other
-    except ImportError:
-        run.note("transformers is not installed: logits are not compared with its")
-    del exact
+    prompts_of_all = [prompt for batch in batches for prompt in batch]
+    whole = [[*prompt, *one.tokens] for prompt, one in zip(prompts_of_all, reference, strict=True)]
+    plain, exact = (
+        transformers_logits(settings, "LlamaForCausalLM", folder, which, whole, NEW_TOKENS)
+        for which in (dtype, "float32")
+    )
+    ours, theirs = compare(logits, exact), compare(plain, exact)
+    error = f"ours is {ours.error:.2e}, transformers' own {theirs.error:.2e}"
+    emit("transformers", ours.error / max(theirs.error, 1e-6), error)
+    del plain, exact
     for variant, changes in VARIANTS.items():
         lossy = compare(sequences(base.replace(**changes), reference), reference)
         emit(f"{variant}/error", lossy.error)
@@ -193,43 +189,20 @@ def write_random_model(folder: Path, settings: Settings) -> Path:
     Weights are normal with a deviation of 0.02, those that add to the residual scaled down by depth as GPT-2's;
     embeddings have a deviation of 1, and the output layer prefers after each token a certain other one.
     """
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LLAMA_8B | (TOY if settings.smoke else {}) | {"num_hidden_layers": LAYERS}
-    hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    kept = getattr(torch, config["torch_dtype"])
-    generator = torch.Generator(settings.device).manual_seed(SEED)
-
-    def normal(*shape: int, std: float = 0.02, mean: float = 0.0) -> Tensor:
-        drawn = torch.empty(*shape, device=settings.device).normal_(mean, std, generator=generator)
-        return drawn.to(kept).cpu()
-
-    embeddings = torch.empty(vocab, hidden, device=settings.device).normal_(generator=generator)
-    after = torch.randperm(vocab, device=settings.device, generator=generator)
-    head = torch.empty_like(embeddings).normal_(0.0, 0.02, generator=generator)
-    head[after] += embeddings * 20 / hidden
-    weights = {
-        "model.embed_tokens.weight": embeddings.to(kept).cpu(),
-        "lm_head.weight": head.to(kept).cpu(),
-        "model.norm.weight": normal(hidden, std=0.1, mean=1.0),
-    }
-    del embeddings, head
-    for layer in range(LAYERS):
-        prefix, small = f"model.layers.{layer}", 0.02 / (2 * LAYERS) ** 0.5
-        weights |= {
-            f"{prefix}.input_layernorm.weight": normal(hidden, std=0.1, mean=1.0),
-            f"{prefix}.post_attention_layernorm.weight": normal(hidden, std=0.1, mean=1.0),
-            f"{prefix}.self_attn.q_proj.weight": normal(q, hidden),
-            f"{prefix}.self_attn.k_proj.weight": normal(kv, hidden),
-            f"{prefix}.self_attn.v_proj.weight": normal(kv, hidden),
-            f"{prefix}.self_attn.o_proj.weight": normal(hidden, q, std=small),
-            f"{prefix}.mlp.gate_proj.weight": normal(wide, hidden),
-            f"{prefix}.mlp.up_proj.weight": normal(wide, hidden),
-            f"{prefix}.mlp.down_proj.weight": normal(hidden, wide, std=small),
-        }
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    fields = LLAMA_8B | (TOY if settings.smoke else {}) | {"num_hidden_layers": LAYERS}
+    generator, small = torch.Generator(settings.device).manual_seed(SEED), 0.02 / (2 * LAYERS) ** 0.5
+    with torch.device(settings.device), torch.no_grad():
+        model: Any = LlamaForCausalLM(LlamaConfig(**fields))
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.normal_(1.0, 0.1, generator=generator)
+            else:
+                ends = name.split(".")[-2]
+                std = {"embed_tokens": 1.0, "o_proj": small, "down_proj": small}.get(ends, 0.02)
+                weight.normal_(0.0, std, generator=generator)
+        after = torch.randperm(fields["vocab_size"], generator=generator)
+        model.lm_head.weight[after] += model.model.embed_tokens.weight * 20 / fields["hidden_size"]
+    model.to(getattr(torch, fields["torch_dtype"])).save_pretrained(folder)
     return folder

@@ -28,8 +28,6 @@ from headrace.cli.bench.throughput import summarize_throughput
 from headrace.sampling_params import SamplingParams
 
 INPUT, OUTPUT = 128, 128
-COUNTED = 128
-"""Output tokens of a run in which experts are counted, at most."""
 THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256), "1000x1000": (1000, 1000, 1000)}
 """(prompts, prompt tokens, output tokens)"""
 
@@ -45,11 +43,13 @@ class Bench:
         self.cost = model.cost(run.smoke)
         self._maker = PromptMaker(SEED, self.settings.vocab_size(model))
         self._stream = 0
-        self._uncounted: list[tuple[Result, list[list[int]], int]] = []
+        self._experts: dict[int, float] = {}
+        """batch size -> distinct experts that a layer reads"""
         start = time.perf_counter()
         self.llm: Any = LLM(**self.settings.engine_knobs(model) | knobs, skip_tokenizer_init=True)
         if self.cost.num_experts:
             spread_tokens(self.llm, SEED)
+            self.count_experts()
         print(f"engine of {model.title} loaded in {time.perf_counter() - start:.1f} s", flush=True)
 
     @property
@@ -76,36 +76,25 @@ class Bench:
             for i in range(count)
         ]
 
-    def finish_row(self, row: Result, prompts: list[list[int]], output_len: int) -> None:
-        """Emit a finished row. Those of a mixture of experts wait for `count_experts`."""
-        if self.cost.num_experts:
-            self._uncounted.append((row, prompts, output_len))
-        else:
-            self.emit(row)
-
     def count_experts(self) -> None:
-        """Emit the rows that wait; a row is valid only where a layer read enough distinct experts."""
-        waiting, self._uncounted = self._uncounted, []
-        if not waiting:
-            return
-        cost = self.cost
-        cases = [(prompts, min(output_len, COUNTED)) for _, prompts, output_len in waiting]
-        try:
-            means = mean_distinct_experts(self.llm, self.run, cases)
-        except Exception:  # the figures that were timed are kept
-            for row, *_ in waiting:
-                row.valid = False
-                row.notes.append("experts were not counted")
-                self.emit(row)
-            raise
-        for (row, prompts, output_len), mean in zip(waiting, means, strict=True):
-            tokens = (
-                len(prompts) if output_len > 1 else min(sum(map(len, prompts)), self.llm.config.max_num_batched_tokens)
+        """Count the experts that a layer reads in decode steps of each batch size."""
+        length = self.settings.tokens(INPUT), self.settings.tokens(OUTPUT)
+        for batch in map(self.settings.requests, self.model.batches):
+            prompts = self.prompts(batch, length[0])
+            mean = mean_distinct_experts(self.llm, batch, partial(self.run, prompts, length[1]))
+            self._experts[batch] = mean
+
+    def finish_row(self, row: Result, batch: int) -> None:
+        """Emit a finished row. One of a mixture of experts is valid only where decode steps of as many requests, or of
+        the next smaller batch that was counted, read enough distinct ones."""
+        if self._experts:
+            counted, cost = max(size for size in self._experts if size <= batch), self.cost
+            mean, uniform = self._experts[counted], distinct_experts(cost.num_experts, cost.experts_per_token, counted)
+            row.valid = row.valid and enough_experts(cost, counted, mean)
+            row.notes.append(
+                f"a layer reads {mean:.1f} distinct experts at batch {counted}; uniform choices {uniform:.1f}"
             )
-            uniform = distinct_experts(cost.num_experts, cost.experts_per_token, tokens)
-            row.valid = row.valid and enough_experts(cost, tokens, mean)
-            row.notes.append(f"a layer reads {mean:.1f} distinct experts; uniformly chosen ones would be {uniform:.1f}")
-            self.emit(row)
+        self.emit(row)
 
     def seconds(self, prompts: list[list[int]], output_len: int) -> float:
         return self.run(prompts, output_len)[0]
@@ -139,7 +128,7 @@ def decode_rows(bench: Bench) -> None:
             tokens={"prompt": size * input_len, "output": size * output_len},
             bound=1000 * decode_floor(bench.cost, bench.ceilings, size, input_len + output_len / 2),
         )
-        bench.finish_row(row, prompts, output_len)
+        bench.finish_row(row, size)
         if batch == 1:
             row = Result(
                 f"ttft/{name}/1x128",
@@ -148,7 +137,7 @@ def decode_rows(bench: Bench) -> None:
                 tokens={"prompt": input_len},
                 bound=1000 * prefill_floor(bench.cost, bench.ceilings, 1, input_len),
             )
-            bench.finish_row(row, prompts, 1)
+            bench.finish_row(row, 1)
 
 
 def prefill_rows(bench: Bench) -> None:
@@ -168,7 +157,7 @@ def prefill_rows(bench: Bench) -> None:
             tokens={"prompt": size * length},
             bound=1000 * prefill_floor(bench.cost, bench.ceilings, size, length),
         )
-        bench.finish_row(row, prompts, 1)
+        bench.finish_row(row, size)
 
 
 def throughput_rows(bench: Bench) -> None:
@@ -197,7 +186,7 @@ def throughput_rows(bench: Bench) -> None:
         if made != count * output_len:
             row.valid = False
             row.notes.append(f"{count * output_len:,} output tokens were asked for")
-        bench.finish_row(row, prompts, output_len)
+        bench.finish_row(row, count)
 
 
 def kv_cache_tokens(bench: Bench, length: int) -> int:

@@ -83,20 +83,19 @@ class Starts:
         for note in notes:
             self.run.note(note)
 
+    def inject_kernel(self, name: str, fault: Any, model: str, title: str) -> None:
+        """`inject` a fault in place of a kernel of the table; it alone must be demoted."""
+        table = replace(TRITON_KERNELS, **{name: fault})
+        self.inject(title, only(name), model, worker, "select_kernels", lambda _: table)
 
-def kernels(**changed: Any) -> Callable[[str], Any]:
-    """Return a replacement for select_kernels."""
-    return lambda _: replace(TRITON_KERNELS, **changed)
+    def inject_factor(self, name: str, factor: float, model: str) -> None:
+        """`inject` a kernel of the table whose results are `factor` times what they should be."""
+        self.inject_kernel(name, scaled(getattr(TRITON_KERNELS, name), factor), model, f"{name} x {factor}")
 
 
-def scaled(name: str, factor: float) -> Any:
+def scaled(kernel: Callable[..., Any], factor: float) -> Callable[..., Any]:
     """Return a kernel whose results are `factor` times what they should be."""
-    kernel = getattr(TRITON_KERNELS, name)
-
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        return times(kernel(*arguments, **options), factor)
-
-    return wrong
+    return lambda *arguments, **options: times(kernel(*arguments, **options), factor)
 
 
 def times(out: Any, factor: float) -> Any:
@@ -143,10 +142,8 @@ def self_check_formats_cases(run: Run) -> None:
         return
     for name in held:
         starts.inject(f"one {name} linear", of_one_size, paths[name], gpu_linear, "skinny_linear", one_size)
-    wrong = kernels(widen_tiled=scaled("widen_tiled", 1.01))
-    starts.inject("widen_tiled x 1.01", only("widen_tiled"), paths["awq"], worker, "select_kernels", wrong)
-    wrong = kernels(fused_moe=scaled("fused_moe", 1.05))
-    starts.inject("mxfp4 fused_moe x 1.05", only("fused_moe"), paths["gpt-oss"], worker, "select_kernels", wrong)
+    starts.inject_factor("widen_tiled", 1.01, paths["awq"])
+    starts.inject_factor("fused_moe", 1.05, paths["gpt-oss"])
     decode = TritonAttention.decode
 
     def without_sinks(*arguments: Any, **options: Any) -> Any:
@@ -165,8 +162,7 @@ def self_check_moe_cases(run: Run) -> None:
     for knobs in ({}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         starts.agree("30B-A3B of 4 layers", moe, **knobs)
     if not run.smoke:
-        wrong = kernels(fused_moe=scaled("fused_moe", 1.05))
-        starts.inject("fused_moe x 1.05", only("fused_moe"), moe, worker, "select_kernels", wrong)
+        starts.inject_factor("fused_moe", 1.05, moe)
 
 
 def self_check_latent_cases(run: Run) -> None:
@@ -195,8 +191,8 @@ def self_check_latent_cases(run: Run) -> None:
 
     for name in ("latent_rotary_and_cache", "layer_norm", "rotary_and_cache", "index_scores", "top_keys"):
         model = lite if name.startswith("latent") else sparse
-        fault = scaled(name, 1.02) if name == "layer_norm" else off(getattr(TRITON_KERNELS, name))
-        starts.inject(f"{name} off", only(name), model, worker, "select_kernels", kernels(**{name: fault}))
+        kernel = getattr(TRITON_KERNELS, name)
+        starts.inject_kernel(name, scaled(kernel, 1.02) if name == "layer_norm" else off(kernel), model, f"{name} off")
     wrong = off(triton_attn.expanded_attention)
     starts.inject("expanded off", only("expanded_attention"), lite, triton_attn, "expanded_attention", wrong)
     ignoring: dict[str, Any] = {"chosen": None}
@@ -214,22 +210,15 @@ def self_check_latent_cases(run: Run) -> None:
 def inject_kernels(starts: Starts, big: str) -> None:
     factors = {"rms_norm": 1.01, "gate_and_mul": math.nan, "rotary_and_cache": 1.02, "logsumexp": 1.01}
     for name, factor in factors.items():
-        wrong = kernels(**{name: scaled(name, factor)})
-        starts.inject(f"{name} x {factor}", only(name), "demo", worker, "select_kernels", wrong)
+        starts.inject_factor(name, factor, "demo")
 
     def one_late(*arguments: Any) -> Any:
         return tuple(x + (i == 1) for i, x in enumerate(TRITON_KERNELS.prepare_batch(*arguments)))
 
-    wrong = kernels(prepare_batch=one_late)
-    starts.inject("prepare_batch off by one", only("prepare_batch"), "demo", worker, "select_kernels", wrong)
-    decode = TritonAttention.decode
+    starts.inject_kernel("prepare_batch", one_late, "demo", "prepare_batch off by one")
     for factor in (1.02, math.nan):
-
-        def scaled_decode(*arguments: Any, factor: float = factor, **options: Any) -> Any:
-            return decode(*arguments, **options) * factor
-
-        demoted = only("decode_attention")
-        starts.inject(f"decode x {factor}", demoted, big, TritonAttention, "decode", scaled_decode)
+        wrong, demoted = scaled(TritonAttention.decode, factor), only("decode_attention")
+        starts.inject(f"decode x {factor}", demoted, big, TritonAttention, "decode", wrong)
     from headrace.kernels import prefill  # not importable without a GPU
 
     attend = prefill.prefill_attention

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
 import msgspec
-from server_process import Server, serving
+from server_process import Server, load, serving
 
 from h200_parts.models import MODELS
 from h200_parts.rows import Result
 from h200_parts.run import Run
 from headrace.cli.bench.client import HttpClient
-from headrace.cli.main import main as headrace_main
 
 START_SECONDS = 240.0
 BUSY_CLIENT = 0.7
@@ -72,12 +70,12 @@ def serve_rows(run: Run) -> None:
 
 def run_loads(run: Run, url: str) -> None:
     """Emit the rows of the three loads on the server at `url`."""
-    summary, shared = run_load(run, url, 20, 128, 128, "--max-concurrency=1")
+    summary, shared = run_load(run, url, 20, 128, 128, max_concurrency=1)
     run.emit(Result("served/single/ttft", summary["median_ttft_ms"], **shared))
     run.emit(Result("served/single/tpot", summary["median_tpot_ms"], **shared))
     summary, shared = run_load(run, url, 1000, 128, 512)
     run.emit(Result("served/at-once", summary["output_throughput"], **shared))
-    summary, shared = run_load(run, url, 400, 1024, 128, "--request-rate=16")
+    summary, shared = run_load(run, url, 400, 1024, 128, request_rate=16)
     for statistic, metrics in (("p50", ("ttft", "tpot", "itl", "e2el")), ("p99", ("ttft", "itl"))):
         for metric in metrics:
             key = f"{'median' if statistic == 'p50' else statistic}_{metric}_ms"
@@ -85,18 +83,15 @@ def run_loads(run: Run, url: str) -> None:
 
 
 def run_load(
-    run: Run, url: str, requests: int, input_len: int, output_len: int, *flags: str
+    run: Run, url: str, requests: int, input_len: int, output_len: int, **flags: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run `headrace bench serve`; return its result file, and what every row of this load shares."""
-    settings, path = run.settings, run.settings.work / "served.json"
-    lengths = {"random-input-len": settings.tokens(input_len), "random-output-len": settings.tokens(output_len)}
-    command = ["bench", "serve", "--base-url", url, "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
-    command += [f"--{name}={value}" for name, value in lengths.items()]
-    command += [f"--num-prompts={settings.requests(requests)}", f"--result-filename={path}"]
-    command += [f"--vocab-size={settings.vocab_size(MODELS['bf16'])}"]
-    command += ["--num-client-processes=4", *flags]
-    headrace_main(command)
-    summary = json.loads(path.read_text())
+    settings = run.settings
+    summary = load(
+        url, random_input_len=settings.tokens(input_len), random_output_len=settings.tokens(output_len),
+        num_prompts=settings.requests(requests), vocab_size=settings.vocab_size(MODELS["bf16"]),
+        num_client_processes=4, **flags,
+    )  # fmt: skip
     tokens = {"prompt": summary["total_input_tokens"], "output": summary["total_output_tokens"]}
     asked = settings.requests(requests) * settings.tokens(output_len)
     shares = summary["client_cpu_shares"]

@@ -122,7 +122,7 @@ def test_what_cases_replace_is_there() -> None:
     from headrace.attention.triton_attn import TritonAttention
 
     places = {
-        worker: ("settle_kv_scales", "select_kernels"),
+        worker: ("select_kernels",),
         gpu_linear: ("skinny_linear", "plan_all"),
         UniprocExecutor: ("initialize_cache",),
         StepGraphs: ("run",),
