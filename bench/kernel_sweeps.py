@@ -229,6 +229,9 @@ def _layers_of_experts(
 
     rounded = expected.to(make.dtype)
     yield Case(run, EXPERTS[make.dtype], lambda reference: (rounded, rounded, make.ints(1, 1)))
+    of_own = {"router": experts.router[:count], "router_norm": make.random(hidden), "activation": "gelu_tanh"}
+    factored = replace(experts, **of_own, scoring=Scoring(factors=make.uniform(count)), scales_input=False)
+    yield from cases.fused_moe(make, tokens, factored, False)
     if hidden >= 64:  # smaller ones in fp8 are the interpreter's own
         yield from _experts_in_fp8(make, tokens, experts)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headrace.parameters import Parameter, Split, linear
+from headrace.layer_parts import Norm
+from headrace.parameters import Parameter, Split, linear, norm
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 """what is done to the gate of a feed-forward; gelu_tanh: GELU (arXiv 1606.08415) as approximated with a tanh; relu2:
@@ -100,13 +101,24 @@ class Experts:
     """the shared experts' output is halved: by a gate of zeros, which a checkpoint need not hold"""
     clamp: tuple[float, float] | None = None
     """(alpha, limit): the activation is gate * sigmoid(alpha * gate) * (up + 1), gate being at most `limit` and up
-    within +-limit; None: silu(gate) * up"""
+    within +-limit; None: activation(gate) * up"""
+    activation: Activation = "silu"
+    """that of the shared experts too"""
+    own_norm: Norm | None = None
+    """It norms its input itself, for its router with other weights, and each expert has a factor of its weight. The
+    shared experts stand beside it: they read another norm of the same, and both outputs are normed (Norms.of_each)."""
     names: ExpertNames = ExpertNames()
 
     @property
     def block(self) -> str:
         """Its name in a checkpoint."""
         return self.names.block
+
+    @property
+    def shared(self) -> DenseMLP:
+        """Describe the shared experts together."""
+        block = self.names.shared if self.own_norm else f"{self.names.block}.{self.names.shared}"
+        return DenseMLP(self.hidden_size, self.intermediate_size, activation=self.activation, block=block)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -118,10 +130,17 @@ class Experts:
         if self.selection_bias:
             name = f"{block}.{names.selection}"
             tensors.append(Parameter(name, (self.num_experts,), "router", "whole", wide=True))
+        if self.own_norm:
+            sizes = {"scale": hidden, "per_expert_scale": self.num_experts}
+            tensors += [
+                Parameter(f"{block}.{names.router}.{name}", (size,), "router", "whole", wide=True)
+                for name, size in sizes.items()
+            ]
+            tensors += norm(f"{block}.norm", hidden, of=self.own_norm)
         if self.shared_gate or self.halves_shared:
             tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:
-            tensors += gated(f"{block}.{names.shared}", hidden, self.intermediate_size)
+            tensors += self.shared.parameters
         return tuple(tensors)
 
     @cached_property

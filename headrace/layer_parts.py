@@ -38,6 +38,8 @@ class Norms:
     of_sums: bool = False
     """`before_block` and `after_block` norm the sum with the residual, and what is normed is the residual from there on
     (as in "Attention Is All You Need", arXiv 1706.03762)"""
+    of_each: tuple[str, ...] = ()
+    """those of the outputs of shared experts and of experts that stand beside each other, before both are added"""
     norm: Norm = Norm()
     behind: Norm | None = None
     """those behind mixer and feed-forward; None: they are like the others"""
@@ -48,6 +50,7 @@ class Norms:
         behind = self.behind or self.norm
         every = {self.before_mixer: self.norm, self.after_mixer: behind}
         every |= {self.before_block: self.norm, self.after_block: behind}
+        every |= dict.fromkeys(self.of_each, behind)
         return {name: norm for name, norm in every.items() if name}
 
 

@@ -36,9 +36,10 @@ class LayerSpec:
 
     @cached_property
     def adapted(self) -> tuple[Parameter, ...]:
-        """The weights that low-rank adapters may change: not those of experts, nor what attention applies by itself,
-        nor keys that are values too."""
-        dense = self.feed_forward.parameters if isinstance(self.feed_forward, DenseMLP) else ()
+        """The weights that low-rank adapters may change: not those of experts but beside others, nor what attention
+        applies by itself, nor keys that are values too."""
+        block = self.feed_forward
+        dense = block.parameters if isinstance(block, DenseMLP) or block.own_norm else ()
         both = isinstance(self.mixer, Attention) and self.mixer.values_are_keys
         return tuple(
             one

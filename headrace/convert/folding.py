@@ -32,7 +32,9 @@ def folds_of(layer: LayerSpec) -> Iterator[Fold]:
     """Yield all folds of a layer."""
     norms, mixer, block = layer.norms, layer.mixer, layer.feed_forward
     of_mixer = () if isinstance(mixer, RecurrentState) else _over_input(mixer.parameters)  # else families list them
-    of_block = _over_input((*block.parameters, *block.all_expert_parameters))
+    # experts with a norm of their own, and their router, are not over the layer's
+    first = block.shared if isinstance(block, Experts) and block.own_norm else block
+    of_block = _over_input((*first.parameters, *first.all_expert_parameters))
     readers = {norms.before_mixer: of_mixer, norms.before_block: of_block}
     if norms.parallel and not norms.before_block:
         readers = {norms.before_mixer: (*of_mixer, *of_block) if of_mixer and of_block else ()}
@@ -63,8 +65,7 @@ def _gated(block: DenseMLP | Experts) -> Iterator[tuple[str, str]]:
         return
     names = block.names
     if block.intermediate_size:
-        shared = f"{names.block}.{names.shared}"
-        yield f"{shared}.up_proj", f"{shared}.down_proj"
+        yield from _gated(block.shared)
     for expert in range(block.num_experts if block.clamp is None and not names.stacked else 0):
         own = f"{names.block}.experts.{expert}"
         yield f"{own}.{names.up}", f"{own}.{names.down}"

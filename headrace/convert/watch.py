@@ -93,7 +93,7 @@ class _Routed:
         assert isinstance(held.w13, Tensor)  # unquantized
         bias = None if held.w13_bias is None else held.w13_bias[expert]
         gate, up = F.linear(x, held.w13[expert], bias).chunk(2, dim=-1)
-        return gated_reference(gate, up, held.clamp)
+        return gated_reference(gate, up, held)
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""Computes the experts of a sparse layer: a product to gate and up, silu(gate) * up, a product down, the weighted sum.
+"""Computes the experts of a sparse layer: a product to gate and up, the activation, a product down, the weighted sum.
 
 With few tokens, a program reads one expert's rows for one token, and the second kernel adds up a token's experts. With
 more, (token, expert) pairs are sorted into tiles of one expert (moe_route.py), and a third kernel adds up a token's
@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap
+from headrace.kernels.activation import GATES
 from headrace.kernels.fp8 import Rounding, quantize, quantize_reference
 from headrace.kernels.gemm import vector_of
 from headrace.kernels.gemm_config import BUCKETS
+from headrace.kernels.gemm_epilogue import ACTIVATIONS
 from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference, routing_here
@@ -44,7 +46,7 @@ HALF_NORMED_TOKENS = BUCKETS[-1]
 
 
 class SwigluClamp(NamedTuple):
-    """Describes gpt-oss's activation, in place of silu(gate) * up: gate * sigmoid(alpha * gate) * (up + 1), where
+    """Describes gpt-oss's activation, in place of activation(gate) * up: gate * sigmoid(alpha * gate) * (up + 1), where
     gate is at most `limit` and up is within +-limit."""
 
     alpha: float
@@ -85,7 +87,7 @@ class Experts:
     w2_bias: Tensor | None = None
     """# [experts, hidden], added to an expert's output, which is then weighted; None: another rank adds it"""
     clamp: SwigluClamp | None = None
-    """None: the activation is silu(gate) * up"""
+    """None: gates go through `activation`"""
     w13_rounding: Rounding | None = None
     """how tiles of fp8 weights have their input rounded; None: each token with a scale of its own. The reference rounds
     the input of other weights too, where it is given."""
@@ -96,6 +98,10 @@ class Experts:
     """(the first of these experts, how many the router chooses among); None: these are all"""
     is_token: Tensor | None = None
     """# [rows or more] bool, where some experts are elsewhere: rows that are none go to no expert; None: all are"""
+    activation: str = "silu"
+    """a key of GATES"""
+    router_norm: Tensor | None = None
+    """# [hidden]: weights of the norm that the router reads; None: it reads what the experts read"""
 
     @property
     def num_experts(self) -> int:
@@ -146,6 +152,7 @@ def fused_moe(
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, experts.num_routed, experts.top_k, experts.renormalize,
         config.block_m if here and not alone else 0, experts.invariant, experts.scoring, experts.router_bias,
+        experts.router_norm,
     )  # fmt: skip
     ids = routing.ids
     if experts.place is not None:
@@ -173,16 +180,17 @@ def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Te
     return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
 
 
-def gate_options(clamp: SwigluClamp | None) -> dict[str, float]:
+def gate_options(experts: Experts) -> dict[str, float]:
     """Return the options by which kernels gate."""
-    return {"LIMIT": 0.0, "ALPHA": 1.0} if clamp is None else {"LIMIT": clamp.limit, "ALPHA": clamp.alpha}
+    alpha, limit = experts.clamp or (1.0, 0.0)
+    return {"KIND": ACTIVATIONS[experts.activation], "LIMIT": limit, "ALPHA": alpha}
 
 
 def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
-    w13, w2, gates = experts.w13, experts.w2, gate_options(experts.clamp)
+    w13, w2, gates = experts.w13, experts.w2, gate_options(experts)
     ids, (share, out_share) = routing.ids, _shares(experts, routing)
     down = config.down if isinstance(w2, TiledWeight) else _fit(config.down, hidden, n, w2)
     blocks = -(-hidden // down.block_n)
@@ -213,7 +221,7 @@ def _by_tiles(
     (num_tokens, hidden), pairs = x.shape, len(inner)
     make = torch.empty if experts.place is None else torch.zeros  # no tile writes the pairs of experts elsewhere
     outer = make((pairs, hidden), dtype=x.dtype, device=x.device)
-    tiles, gates = routing.tiles.shape[1], gate_options(experts.clamp)
+    tiles, gates = routing.tiles.shape[1], gate_options(experts)
     in_share, out_share = _shares(experts, routing)
     for target, source, weight, scale, bias, rounding, share, tile in (
         (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, in_share, config.up),
@@ -261,7 +269,8 @@ def fused_moe_reference(
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
-    logits = F.linear(normed, experts.router, experts.router_bias)
+    read = normed if experts.router_norm is None else rms_norm_reference(x, experts.router_norm, experts.eps)
+    logits = F.linear(read, experts.router, experts.router_bias)
     chosen = logits[:, : experts.num_routed]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
@@ -280,7 +289,7 @@ def fused_moe_reference(
         share = weights[token, choice, None]
         both = _product_reference(normed[token], *up, expert, rounds, share if experts.scales_input else None)
         gate, up_half = both.chunk(2, dim=-1)
-        own = _product_reference(gated_reference(gate, up_half, experts.clamp), *down, expert, rounds)
+        own = _product_reference(gated_reference(gate, up_half, experts), *down, expert, rounds)
         out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
     shared = shared(normed) if callable(shared) else shared
     if shared is not None:
@@ -293,10 +302,11 @@ def fused_moe_reference(
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
 
 
-def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tensor:
+def gated_reference(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:
     """Return the activation of gate and up, which it may overwrite."""
+    clamp = experts.clamp
     if clamp is None:
-        return F.silu(gate).mul_(up)
+        return GATES[experts.activation](gate).mul_(up)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
 

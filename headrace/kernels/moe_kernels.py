@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headrace.kernels._triton import tl, triton, wait_before_next, wait_for_inputs
 from headrace.kernels.gemm import sums_of_vectors
-from headrace.kernels.gemm_epilogue import add_product, silu
+from headrace.kernels.gemm_epilogue import activated, add_product
 from headrace.kernels.norm import half_norm_row
 
 
@@ -30,10 +30,10 @@ def residual_and_shared(
 
 
 @triton.jit
-def gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return silu(gate) * up or, with a LIMIT, SwigluClamp of moe.py."""
+def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return activation(gate) * up, whose KIND is one of ACTIVATIONS, or, with a LIMIT, SwigluClamp of moe.py."""
     if LIMIT == 0.0:
-        inner = silu(gate) * up
+        inner = activated(gate, KIND) * up
     else:
         gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         inner = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
@@ -44,10 +44,10 @@ def gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def up_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, share_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VECTOR: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    VECTOR: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]; `share` [pairs]
-    are factors of x, if there are any."""
+    """Compute out[pair], gated; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]; `share` [pairs] are factors
+    of x, if there are any."""
     wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -76,7 +76,7 @@ def up_one_by_one_kernel(
         total += tl.load(bias_ptr + expert * (2 * N) + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, [BLOCK_N, 2]))
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = gated(gate, up, LIMIT, ALPHA).to(out_ptr.dtype.element_ty)
+    inner = gated(gate, up, KIND, LIMIT, ALPHA).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair * N + column, inner, mask=column < N)
 
 
@@ -135,12 +135,12 @@ def down_one_by_one_kernel(
 def tiles_kernel(
     out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr, max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
 
-    GATED: x is [tokens, K], weight [experts, 2 * N, K], and a pair gets silu(gate) * up. Otherwise x is [pairs, K]
+    GATED: x is [tokens, K], weight [experts, 2 * N, K], and a pair gets what `gated` says. Otherwise x is [pairs, K]
     and weight is [experts, N, K]. If they are fp8, each has a scale a row. `share` [pairs]: factors of x, if any.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -188,7 +188,7 @@ def tiles_kernel(
             acc += tl.load(bias_ptr + expert * ALL_ROWS + row).to(tl.float32)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
-            acc = gated(gate, up, LIMIT, ALPHA)
+            acc = gated(gate, up, KIND, LIMIT, ALPHA)
         column = first + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside & (column < N)[None, :])

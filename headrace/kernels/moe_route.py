@@ -52,6 +52,8 @@ class Scoring(NamedTuple):
     used_groups: int = 1
     """a token's experts come from its best so many groups. A group is as good as its best expert, or with a sigmoid as
     its best two together."""
+    factors: Tensor | None = None
+    """# [num_experts]: factors of the weights, which do not choose"""
 
 
 SOFTMAX = Scoring()
@@ -100,7 +102,7 @@ def _worth(value, members, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, num_tokens, num_experts, logits_stride, scaling,
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, num_tokens, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -148,6 +150,8 @@ def _choose(
     if RENORMALIZE or not SIGMOID:
         total = tl.sum(tl.where(chosen if RENORMALIZE else inside, weights, 0.0), axis=1)
         weights /= total[:, None]
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
     at = row * TOP_K + place
     tl.store(ids_ptr + at, tl.broadcast_to(expert, place.shape), mask=chosen)
     tl.store(weights_ptr + at, weights * scaling, mask=chosen)
@@ -156,7 +160,7 @@ def _choose(
 @triton.jit
 def _router_kernel(
     normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, router_bias_ptr, ids_ptr, weights_ptr, bias_ptr,
-    num_experts, x_stride, eps, scaling,
+    factors_ptr, num_experts, x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
     USED_GROUPS: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -185,14 +189,15 @@ def _router_kernel(
         tl.store(arrived_ptr + token, 0)
         warp = tl.arange(0, WARPS)  # the first one has the token, and need not wait for the others
         _choose(
-            logits_ptr, ids_ptr, weights_ptr, bias_ptr, token + warp * tl.num_programs(1), tl.num_programs(1),
-            num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
+            logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, token + warp * tl.num_programs(1),
+            tl.num_programs(1), num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS,
+            USED_GROUPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, bias_ptr, num_experts, logits_stride, scaling,
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -200,8 +205,8 @@ def _route_kernel(
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
-        logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, tl.num_programs(0), num_experts, logits_stride, scaling,
-        BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
+        logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, tl.num_programs(0), num_experts, logits_stride,
+        scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
     )  # fmt: skip
 
 
@@ -247,21 +252,23 @@ def _arrivals(device: torch.device) -> Tensor:
 def norm_and_route(
     x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
     block_m: int, invariant: bool = False, scoring: Scoring = SOFTMAX, router_bias: Tensor | None = None,
+    router_norm: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
     """Return the routing of x [num_tokens, hidden], its router logits, and normed x, the latter two in x's dtype.
 
     `router` is # [num_experts or more, hidden], `router_bias` has as many. `block_m` 0: no order and tiles. Up to
     ROUTER_TOKENS tokens, or more of a small router, take one launch; more, and all tokens if `invariant`, take three,
     whose sums do not depend on the number of tokens.
-    `norm_weight` None: x comes normed.
+    `norm_weight` None: x comes normed. `router_norm` [hidden]: the router reads x normed by this instead.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
     arrived = _arrivals(x.device)  # even if not needed yet: it must not lie in a graph's memory
     most = min(MOST_ROUTER_TOKENS, max(ROUTER_TOKENS, ROUTER_LOGITS // num_rows))
-    if num_tokens > most or invariant or norm_weight is None:
+    if num_tokens > most or invariant or norm_weight is None or router_norm is not None:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-        logits = (matmul if invariant else F.linear)(normed, router, router_bias)
+        read = normed if router_norm is None else rms_norm(x, router_norm, eps)
+        logits = (matmul if invariant else F.linear)(read, router, router_bias)
         return route(logits[:, :num_experts], top_k, renormalize, block_m, scoring), logits, normed
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
@@ -272,7 +279,7 @@ def norm_and_route(
     rows = max(1, min(warps, warps * 2048 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
         normed, logits, arrived, x, norm_weight, router, router_bias, routing.ids, routing.weights,
-        scoring.bias, num_experts, x.stride(0), eps, scoring.scaling,
+        scoring.bias, scoring.factors, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
         TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, GROUPS=scoring.groups,
         USED_GROUPS=scoring.used_groups, WARPS=warps, num_warps=warps, **overlap(),
@@ -288,9 +295,9 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
     num_tokens, num_experts = logits.shape
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     _route_kernel[(num_tokens,)](
-        logits, routing.ids, routing.weights, scoring.bias, num_experts, logits.stride(0), scoring.scaling,
-        BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid,
-        GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, num_warps=1, **overlap(),
+        logits, routing.ids, routing.weights, scoring.bias, scoring.factors, num_experts, logits.stride(0),
+        scoring.scaling, BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize,
+        SIGMOID=scoring.sigmoid, GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, num_warps=1, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -364,6 +371,8 @@ def route_reference(
     weights = weights.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True)
+    if scoring.factors is not None:
+        weights *= scoring.factors[ids].float()
     if scoring.scaling != 1.0:
         weights *= scoring.scaling
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)

@@ -27,8 +27,8 @@ def tiled_experts_kernel(
     TOP_K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: OUTPUTS rows of the weight, one of SPLIT parts of the inputs, one tile's
     pairs.
@@ -83,7 +83,7 @@ def tiled_experts_kernel(
             if GATED:
                 apart = tl.reshape(acc, [BLOCK_M, OUTPUTS // _ROWS, 2, _ROWS // 2])
                 gate, up = tl.split(tl.permute(apart, [0, 1, 3, 2]))
-                result = tl.reshape(gated(gate, up, LIMIT, ALPHA), [BLOCK_M, OUTPUTS // 2])
+                result = tl.reshape(gated(gate, up, KIND, LIMIT, ALPHA), [BLOCK_M, OUTPUTS // 2])
                 column = where * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
             else:
                 result = acc

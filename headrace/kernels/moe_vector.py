@@ -53,8 +53,8 @@ def vector_up_kernel(
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr,
     WARPS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS of a pair of out [pairs, N], gated; grid (blocks of N, pairs). x is [tokens, K], with factors
     `share` [pairs], if there are any."""
@@ -84,7 +84,7 @@ def vector_up_kernel(
     at = expert * (2 * N) + column
     gate = _finished(together(totals[:HALF]) * share, factors_ptr, bias_ptr, at, inside)
     up = _finished(together(totals[HALF:]) * share, factors_ptr, bias_ptr, at + N, inside)
-    result = gated(gate, up, LIMIT, ALPHA).to(out_ptr.dtype.element_ty)
+    result = gated(gate, up, KIND, LIMIT, ALPHA).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * N + column[None, :], result, mask=inside[None, :])
 
 

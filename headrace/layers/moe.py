@@ -117,18 +117,22 @@ class SparseMoE(Layer):
         self.attach(unquantized())
         self.w13: Weights = {}
         self.w2: Weights = {}
-        has_shared = spec.intermediate_size > 0
+        has_shared = spec.intermediate_size > 0 and spec.own_norm is None
         self.router_spec = router_spec(spec, dtype)
         self.router_scheme = unquantized()
         self.router_weights: Weights = {}
         self.selection_bias: Tensor | None = None
         if spec.selection_bias:
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
+        self.norm: RMSNorm | None = None
+        if spec.own_norm is not None:
+            self.norm = RMSNorm(hidden_size, spec.own_norm.eps, context.kernels, dtype)
+            self.router_scale = empty_parameter(hidden_size, dtype=torch.float32)
+            self.factors = empty_parameter(spec.num_experts, dtype=torch.float32)
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size, all_gather=group.all_gather)))
-            shared = feed_forwards.DenseMLP(hidden_size, spec.intermediate_size)
-            self.add_module(spec.names.shared, GatedMLP(shared, unreduced))
+            self.add_module(spec.names.shared, GatedMLP(spec.shared, unreduced))
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
@@ -216,6 +220,9 @@ class SparseMoE(Layer):
         if spec.halves_shared:
             gate = f"{path}.{self.router_spec.parts[-1].name}.weight"
             slots[gate] = replace(slots[gate], optional=True)
+        if self.norm is not None:
+            held = {"scale": self.router_scale, "per_expert_scale": self.factors}
+            slots |= {f"{path}.{names.router}.{name}": whole_slot(tensor) for name, tensor in held.items()}
         if self.selection_bias is not None:
             whole, take = whole_slot(self.selection_bias), partial(_take_row, self.selection_bias)
             slots[f"{path}.{names.selection}"] = replace(whole, store=take, shapes=((1, spec.num_experts),))
@@ -264,6 +271,9 @@ class SparseMoE(Layer):
 
     def finalize(self) -> None:
         super().finalize()
+        if self.norm is not None:
+            self.fuse_norm(self.norm)
+            self.router_scale.mul_(self.spec.hidden_size**-0.5)
         spec, fused = self.spec, self.fused
         router = self.router_scheme.layout.dequantize(self.router_spec, self.router_weights)
         self.router, self.router_weights = router["weight"], {}
@@ -276,12 +286,15 @@ class SparseMoE(Layer):
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         scoring = Scoring(spec.sigmoid, self.selection_bias, spec.scaling, spec.groups, spec.used_groups)
+        own = self.norm is not None
+        scoring = scoring._replace(factors=self.factors if own else None)
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
             spec.renormalize, self.batch_invariant, scoring, next_norm,
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding, spec.scales_input,
             None if len(self.own) == spec.num_experts else (self.own.start, spec.num_experts), self.exchange.is_token,
+            spec.activation, self.router_scale if own else None,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from headrace.layer_parts import Norms, Rope
+from headrace.feed_forwards import ExpertNames, Experts, FeedForward
+from headrace.layer_parts import Norm, Norms, Rope
 from headrace.model_config import Fields, num_layers
 from headrace.model_spec import LayerSpec
 from headrace.models.dense_families import SANDWICH, every_nth, rope_of_type, window_of
@@ -52,13 +53,13 @@ def gemma3(c: Fields) -> Described:
 
 
 def gemma4(c: Fields) -> Described:
-    """Describe the dense Gemma 4 of 31B: layers that see all keys have heads of another size, may project values by the
-    weights of keys, and turn a quarter of each head."""
+    """Describe the Gemma 4 of 31B, and with experts beside the dense feed-forward that of 26B: layers that see all keys
+    have heads of another size, may project values by the weights of keys, and turn a quarter of each head."""
     for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
         if c.integer(name, default, 0):
             raise c.refusal(name, "0")
-    if c.flag("enable_moe_block"):
-        raise c.refusal("enable_moe_block", "false")
+    if c.text("use_bidirectional_attention", "") == "all":
+        raise c.refusal("use_bidirectional_attention", "null or vision")
     norm, bias, same = rms_norm(c), c.flag("attention_bias"), c.flag("attention_k_eq_v")
     kinds = [*every_nth(c, 6)[:-1], "full_attention"]
     kv_heads = c.optional("num_global_key_value_heads") if same else None
@@ -76,10 +77,24 @@ def gemma4(c: Fields) -> Described:
             qkv_bias=bias, o_bias=bias, scale=1.0, norm=norm,
         )  # fmt: skip
         mixers.append(mixer)
-    block, norms = dense(c, activation="hidden_activation"), replace(SANDWICH, norm=norm)
+    block, norms = _fed(c, norm)
     layers = tuple(LayerSpec(mixer, block, norms, scaled=True) for mixer in mixers)
     cap = _cap(c, "final_logit_softcapping", None)
-    return Described(layers, norm=norm, logit_cap=cap, **_scaled_embedding(c))
+    return Described(layers, norm=norm, logit_cap=cap, names=BESIDE, **_scaled_embedding(c))
+
+
+def _fed(c: Fields, norm: Norm) -> tuple[FeedForward, Norms]:
+    """Return the feed-forward of each layer of Gemma 4, and where it norms."""
+    beside, norms = dense(c, activation="hidden_activation"), replace(SANDWICH, norm=norm)
+    if not c.flag("enable_moe_block"):
+        return beside, norms
+    number, width = c.integer("num_experts"), c.integer("moe_intermediate_size")
+    per_token = c.integer("top_k_experts", maximum=number)
+    experts = Experts(
+        beside.hidden_size, number, per_token, width, intermediate_size=beside.intermediate_size,
+        activation=beside.activation, own_norm=norm, names=ExpertNames("moe", shared=beside.block),
+    )  # fmt: skip
+    return experts, replace(norms, of_each=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"))
 
 
 def _gemma(
@@ -121,6 +136,11 @@ def _scaled_embedding(c: Fields) -> dict[str, Any]:
     return {"embedding_scale": math.sqrt(c.integer("hidden_size")), "rounds_embedding_scale": True}
 
 
+BESIDE = (
+    (".moe.experts.", ".experts."), (".experts.", ".moe.experts."), (".router.proj.", ".moe.gate."),
+    (".router.", ".moe.gate."), (".pre_feedforward_layernorm_2.", ".moe.norm."),
+)  # fmt: skip
+"""Names in checkpoints of Gemma 4 with experts -> here"""
 GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
 }  # fmt: skip

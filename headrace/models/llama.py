@@ -40,7 +40,7 @@ class LlamaDecoderLayer(Layer):
         """in place of a norm that there is not"""
         self.before_mixer, self.before_block = norms.before_mixer or "sum", norms.before_block or "sum"
         self.after_mixer, self.after_block, self.parallel = norms.after_mixer, norms.after_block, norms.parallel
-        self.of_sums, self.scaled = norms.of_sums, layer.scaled
+        self.of_sums, self.scaled, self.of_each = norms.of_sums, layer.scaled, norms.of_each
         if layer.scaled:
             self.layer_scalar = Scale(layer.mixer.hidden_size, context.kernels, context.dtype)
         self.mixer = "self_attn"
@@ -56,6 +56,9 @@ class LlamaDecoderLayer(Layer):
         self.block = block.block
         if isinstance(block, feed_forwards.Experts):
             feed_forward: Layer = SparseMoE(block, context)
+            if self.of_each:
+                self.beside = block.shared.block
+                self.add_module(self.beside, GatedMLP(block.shared, context))
         else:
             feed_forward = GatedMLP(block, context) if block.gated else PlainMLP(block, context)
         self.add_module(self.block, feed_forward)
@@ -81,12 +84,19 @@ class LlamaDecoderLayer(Layer):
             x, _ = getattr(self, self.before_block)(residual)
         if self.of_sums:
             return getattr(self, self.after_block)(getattr(self, self.block)(x), x)[0], None
-        out = getattr(self, self.block)(x)
+        out = self._of_both(x, residual) if self.of_each else getattr(self, self.block)(x)
         if self.after_block:
             out, _ = getattr(self, self.after_block)(out)
         if self.parallel:  # last, for the sum is written over what `before_block` norms
             _, residual = self.sum(hidden, residual)
         return (self.layer_scalar(self.sum(out, residual)[1]), None) if self.scaled else (out, residual)
+
+    def _of_both(self, x: Any, residual: Tensor) -> Tensor:
+        """Return the sum of what shared experts make of x and experts of the residual, each normed."""
+        first, second = self.of_each
+        shared, _ = getattr(self, first)(getattr(self, self.beside)(x))  # first, for it may be what makes the residual
+        routed, _ = getattr(self, second)(getattr(self, self.block)(residual))
+        return self.sum(routed, shared)[1]
 
 
 class LlamaModel(Layer):

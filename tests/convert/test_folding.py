@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 TOKENS = [list(range(20, 60))]
 NORMS, VALUES, UPS = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.v_proj"}, {"mlp.up_proj"}
 EXPERTS = {"mlp.experts.*.up_proj"}
+BESIDE = {"input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj", "moe.experts.*.up_proj"}
 MODELS = [
     ("LlamaForCausalLM", "wide-heads", NORMS | VALUES | UPS),
     ("Qwen2ForCausalLM", "full", NORMS | VALUES | UPS),  # biases of q, k, v
@@ -39,6 +40,7 @@ MODELS = [
     ("Qwen3MoeForCausalLM", "full", NORMS | VALUES | EXPERTS),
     ("Qwen2MoeForCausalLM", "full", NORMS | VALUES | EXPERTS | {"mlp.shared_expert.up_proj"}),
     ("DeepseekV3ForCausalLM", "queries-too", NORMS | UPS | EXPERTS | {"mlp.shared_experts.up_proj"}),
+    ("Gemma4ForConditionalGeneration", "experts", BESIDE),
     ("Qwen3_5MoeForConditionalGeneration", "text", NORMS | VALUES | EXPERTS | {"mlp.shared_expert.up_proj"}),
 ]
 

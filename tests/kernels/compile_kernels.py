@@ -319,6 +319,9 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
                 scaled = replace(experts, router=router[:-1], scoring=moe_route.Scoring(True), scales_input=True)
                 moe.fused_moe(x[:1], scaled, x[:1], x[:1])
+                own = {"router_norm": router[0], "activation": "gelu_tanh"}
+                factored = moe_route.Scoring(factors=router[0, :num_experts].float())
+                moe.fused_moe(x, replace(experts, scoring=factored, **own), x, x)
                 moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:

@@ -51,7 +51,6 @@ ALIKE = {
     "MistralLarge3ForCausalLM", "CwmForCausalLM",
     "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
     "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM", "MiMoForCausalLM",
-    "Gemma4ForConditionalGeneration",
     "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "GPTJForCausalLM", "FalconForCausalLM", "InternLM2ForCausalLM",
     "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "VipLlavaForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",

@@ -36,7 +36,9 @@ MORE_THAN_TEXT: dict[str, dict[str, dict[str, Any]]] = {
         | {"vision_config": SIGLIP, "outer": {"mm_tokens_per_image": 4}},
     },
     "Gemma4ForConditionalGeneration": {
-        "text": GEMMA4 | {"attention_k_eq_v": True, "vision_config": VISION, "outer": {"audio_config": None}},
+        "experts": GEMMA4
+        | {"attention_k_eq_v": True, "vision_config": VISION, "outer": {"audio_config": None}}
+        | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24},
     },
     "Mistral3ForConditionalGeneration": {
         "text": ODD

@@ -146,6 +146,7 @@ def test_a_quantized_model_with_an_adapter_is_as_near_as_without(llama: Family) 
         ("DeepseekV2ForCausalLM", "queries-too",
          {"target_modules": r".*(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj|0\.mlp\.\w+_proj)"}, ""),
         ("Starcoder2ForCausalLM", "windows", {"target_modules": ["q_proj", "c_fc", "c_proj"]}, ""),
+        ("Gemma4ForConditionalGeneration", "experts", {"target_modules": ["q_proj", "gate_proj", "down_proj"]}, ""),
     ],
 )  # fmt: skip
 def test_other_families(architecture: str, variant: str, fields: dict[str, Any], strip: str, tmp_path: Path) -> None:

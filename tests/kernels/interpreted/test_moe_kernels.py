@@ -51,7 +51,8 @@ def test_routes_and_sorts(size, block_m, half):
     expected = route_reference(logits, top_k, renormalize, block_m)
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
     bias = torch.randn(num_experts)
-    for scoring in (Scoring(True, None, 2.5), Scoring(True, bias, 2.5), Scoring(False, bias)):
+    factors = torch.rand(num_experts) + 0.5
+    for scoring in (Scoring(True, None, 2.5), Scoring(True, bias, 2.5, factors=factors), Scoring(False, bias)):
         expected = route_reference(logits, top_k, renormalize, block_m, scoring)
         assert_same_routing(route(logits, top_k, renormalize, block_m, scoring), expected)
     rounded = logits.to(half)
@@ -219,6 +220,18 @@ def test_of_large_logits_the_larger_is_chosen_though_their_sigmoids_are_one():
         torch.testing.assert_close(routing.weights, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
 
 
+@pytest.mark.parametrize("config", WAYS.values(), ids=WAYS)
+def test_a_router_with_a_norm_of_its_own_and_factors_and_another_activation(config):
+    """As in Gemma 4; none may be left out."""
+    own = {"router_norm": torch.rand(48) + 0.5, "scoring": Scoring(factors=torch.rand(5) + 0.5)}
+    run(4, 48, 5, 20, 3, config, activation="gelu_tanh", **own)
+    x, experts, *_ = make_layer(4, 48, 5, 20, 3, torch.float32, False, activation="gelu_tanh", **own)
+    out = fused_moe_reference(x, experts)[0]
+    for usual in ({"router_norm": None}, {"scoring": moe.SOFTMAX}, {"activation": "silu"}):
+        other = fused_moe_reference(x, replace(experts, **usual))[0]
+        assert (other - out).norm() > 0.01 * out.norm()
+
+
 @sampled(("dtype", "config"), [torch.float16, torch.bfloat16], WAYS)
 def test_half_precision(dtype, config):
     run(4, 64, 6, 32, 2, WAYS[config], dtype, has_shared=True)
@@ -302,6 +315,7 @@ def test_tiled_weights(kind):
     config, (num_tokens, *rest), dtype = random.choice(ways)
     biased = random.random() < 0.5
     x, experts, shared, residual = make_layer(num_tokens, *rest, dtype, not biased)
+    experts = replace(experts, activation=random.choice(("silu", "gelu_tanh")))  # of no account to a clamp
     experts, wide = tiled(with_biases(experts, dtype) if biased else experts, kind)
     plain = [None if tensor is None else tensor.float() for tensor in (x, shared, residual)]
     expected, expected_ids = fused_moe_reference(plain[0], wide, *plain[1:])
