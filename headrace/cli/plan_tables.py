@@ -1,4 +1,4 @@
-"""Prints a plan on a terminal: memory map, decisions, prediction, cost, commands."""
+"""Prints a plan on a terminal: memory map, decisions, prediction, cost, command."""
 
 from __future__ import annotations
 
@@ -64,12 +64,9 @@ def sections(plan: Plan) -> Iterator[RenderableType]:
     yield prediction_table(plan)
     if plan.simulation is None:
         yield Text("too many steps to simulate by default: --simulate adds percentiles", style="dim")
-    for command in plan.commands:
+    if plan.command is not None:
         yield ""
-        yield from command_part(command)
-    if plan.gaps and plan.engine != "headrace":
-        yield ""
-        yield _said("headrace serve", "; ".join(plan.gaps), "yellow")
+        yield from command_part(plan.command)
 
 
 def _title(plan: Plan) -> Text:

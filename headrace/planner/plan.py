@@ -1,4 +1,4 @@
-"""Turns a request into a plan: memory map, decisions with reasons, prediction, cost and commands. Where nothing runs as
+"""Turns a request into a plan: memory map, decisions with reasons, prediction, cost and command. Where nothing runs as
 asked, it says why and makes the nearest plans that do run.
 
 Reads config.json alone: no weights, no GPU, no torch.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from headrace.planner.alternatives import changes, drastic_changes
 from headrace.planner.chips import Chip
 from headrace.planner.commands import Command, command_for
-from headrace.planner.engines import layout_gaps
 from headrace.planner.fp8_cache import FP8
 from headrace.planner.memory_map import MemoryMap
 from headrace.planner.plan_request import PlanRequest
@@ -61,8 +60,9 @@ class Plan:
     simulation: Simulation | None = None
     cost: Cost | None = None
     gaps: tuple[str, ...] = ()
-    """why headrace cannot serve it today; empty: it can"""
-    commands: tuple[Command, ...] = ()
+    """why headrace cannot serve it today; empty: it can, or the plan is for vLLM"""
+    command: Command | None = None
+    """what starts it; None: headrace cannot serve it"""
     alternatives: tuple[Alternative, ...] = ()
     """where nothing runs as asked: what does, nearest first"""
     passed_over: dict[str, str] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
     request = scenario.request
     best, simulation = simulated(result.best, request.simulate) if exact else (result.best, None)
     result = replace(result, ranked=[best, *result.ranked[1:]])
-    commands, gaps = _commands(scenario, best)
+    command, gaps = _command(scenario, best)
     return replace(
         plan,
         layout=best.name,
@@ -191,7 +191,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
         simulation=simulation,
         cost=_cost(request, best),
         gaps=tuple(gaps),
-        commands=tuple(commands),
+        command=command,
         notices=tuple(_notices(scenario, best, gaps)),
     )
 
@@ -239,7 +239,7 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
     request, chip, workload, prediction = scenario.request, scenario.chip, best.workload, best.prediction
     if scenario.engine == "headrace":
         if gaps:
-            yield "headrace cannot serve this plan yet; it is for planning. " + "; ".join(gaps)
+            yield "headrace cannot serve this plan yet; --engine vllm plans for vLLM. " + "; ".join(gaps)
         if chip.vendor == "amd":
             yield (
                 f"headrace's kernels are compiled for {chip.arch} and have not run there yet: its figures are vLLM's "
@@ -268,25 +268,9 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
         yield f"{idle} of {scenario.num_gpus} GPUs stay idle: no better layout comes out even"
 
 
-def _commands(scenario: Scenario, best: Candidate) -> tuple[list[Command], list[str]]:
-    """The commands of both engines, the planned one's first, and why headrace cannot serve the plan; empty: it can."""
-    commands: list[Command] = []
-    gaps: list[str] = []
-    for engine in sorted(("headrace", "vllm"), key=lambda engine: engine != scenario.engine):
-        # Names of attention backends are one engine's own.
-        planned = engine == scenario.engine
-        own = scenario if planned else scenario.asking(engine=engine, attention_backend=None)
-        if engine == "headrace":
-            gaps = [*own.model_gaps(), *layout_gaps(best.parallel, scenario.chip)]
-            gaps += speculation_gaps(scenario.request.speculative_config)
-            if gaps:
-                continue
-        problem = own.format_problem()
-        outcome = best if planned else evaluate(own, best.parallel)
-        if isinstance(outcome, TooLarge):
-            problem = problem or f"headrace: {outcome.why}"
-        elif not problem:
-            commands.append(command_for(own, outcome))
-        if engine == "headrace" and problem:
-            gaps = [problem]
-    return commands, gaps
+def _command(scenario: Scenario, best: Candidate) -> tuple[Command | None, list[str]]:
+    """The command that starts the plan, and why headrace cannot serve it; empty: it can."""
+    gaps = []
+    if scenario.engine == "headrace":
+        gaps = [*scenario.model_gaps(), *speculation_gaps(scenario.request.speculative_config)]
+    return (None if gaps else command_for(scenario, best)), gaps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from headrace.planner.memory_map import MemoryMap
@@ -41,18 +41,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "memory_map": None if plan.memory is None else _memory(plan.memory),
         "decisions": [asdict(decision) for decision in plan.decisions],
         "prediction": None if plan.prediction is None else asdict(plan.prediction),
-        "percentiles": None if plan.simulation is None else _percentiles(plan.simulation),
+        "simulation": None if plan.simulation is None else _without_segments(plan.simulation),
         "cost": None if plan.cost is None else asdict(plan.cost),
-        "commands": [
-            {
-                "engine": command.engine,
-                "line": command.line,
-                "environment": [asdict(variable) for variable in command.variables],
-                "flags": [asdict(flag) for flag in command.flags],
-                "notes": list(command.notes),
-            }
-            for command in plan.commands
-        ],
+        "command": None if plan.command is None else {"line": plan.command.line, **asdict(plan.command)},
         "headrace_gaps": list(plan.gaps),
         "passed_over": plan.passed_over,
         "alternatives": [{"change": entry.change, "plan": to_json(entry.plan)} for entry in plan.alternatives],
@@ -64,16 +55,6 @@ def _memory(memory: MemoryMap) -> dict[str, Any]:
     return {name: memory.parts() if name == "parts" else getattr(memory, name) for name in names}
 
 
-def _percentiles(run: Simulation) -> dict[str, Any]:
-    times = {"ttft_ms": run.ttft, "itl_ms": run.itl, "e2e_ms": run.e2e}
-    milliseconds = {
-        name: {percentile: 1000 * seconds for percentile, seconds in asdict(values).items()}
-        for name, values in times.items()
-    }
-    return {
-        **milliseconds,
-        "num_requests": run.num_requests,
-        "duration_s": run.seconds,
-        "num_preemptions": run.num_preemptions,
-        "max_running": run.max_running,
-    }
+def _without_segments(run: Simulation) -> dict[str, Any]:
+    """A simulation's figures, in seconds, without the thousands of its steps."""
+    return {name: value for name, value in asdict(replace(run, segments=[])).items() if name != "segments"}

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.config import BLOCK_SIZES, CHECKPOINT_WORDS, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, QUANTIZATIONS
+from headrace.config import CHECKPOINT_WORDS, OBJECTIVES, QUANTIZATIONS, EngineConfig
 from headrace.errors import ConfigError
 from headrace.knobs import check_knobs, knob
 from headrace.quantization.formats import FORMATS
@@ -29,6 +29,12 @@ MOST_GPUS, MOST = 1024, 10**9
 
 def _count(help: str, group: str, most: int = MOST, **more: Any) -> Any:
     return knob(None, help, minimum=1, maximum=most, group=group, **more)
+
+
+def _pin(name: str, default: Any = None, **changes: Any) -> Any:
+    """A setting of an engine as config.py describes it, but for `changes`; left open unless it has a default."""
+    described = next(field.metadata for field in dataclasses.fields(EngineConfig) if field.name == name)
+    return knob(default, **{**described, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,51 +80,36 @@ class PlanRequest:
         choices=OBJECTIVES,
         group="workload",
     )
-    engine: str = knob("headrace", "Whose speed is predicted, and which command comes first.", choices=ENGINES)
+    engine: str = knob("headrace", "Whose speed is predicted, and whose command is written.", choices=ENGINES)
     simulate: bool = knob(False, "Run the whole workload through the scheduler, for percentiles.", group="output")
     json: bool = knob(False, "Print the plan as JSON.", group="output")
 
-    tensor_parallel_size: int | None = _count(
-        "GPUs over which each layer is split.", "parallel", MOST_GPUS, short="-tp"
-    )
-    pipeline_parallel_size: int | None = _count(
-        "Pipeline stages, each with a part of the layers.", "parallel", MOST_GPUS, short="-pp"
-    )
-    data_parallel_size: int | None = _count(
-        "Replicas, or ranks of data-parallel attention.", "parallel", MOST_GPUS, short="-dp"
-    )
-    enable_expert_parallel: bool | None = knob(
-        None, "Give each GPU whole experts in place of slices of all.", group="parallel"
-    )
+    tensor_parallel_size: int | None = _pin("tensor_parallel_size", maximum=MOST_GPUS)
+    pipeline_parallel_size: int | None = _pin("pipeline_parallel_size", maximum=MOST_GPUS)
+    data_parallel_size: int | None = _pin("data_parallel_size", maximum=MOST_GPUS)
+    enable_expert_parallel: bool | None = _pin("enable_expert_parallel")
     enable_dp_attention: bool | None = knob(
         None, "Data-parallel ranks share the experts, and each keeps the cache of its own requests.", group="parallel"
     )
-    speculative_config: dict[str, Any] = knob(
-        {}, 'JSON, e.g. \'{"method": "mtp", "num_speculative_tokens": 1}\'; what it gains is not predicted.'
-    )
-    attention_backend: str | None = knob(None, "Attention backend, by the engine's name for it.")
-    dtype: str = knob("auto", "Data type of activations and plain weights.", choices=DTYPES)
-    quantization: str | None = knob(
-        None,
-        "Weight format: fp8 and ptpc_fp8 are made of a plain checkpoint at load; mxfp4, int4 and int8 stand for a "
+    speculative_config: dict[str, Any] = _pin("speculative_config", {})
+    attention_backend: str | None = _pin("attention_backend", help="Attention backend, by the engine's name for it.")
+    dtype: str = _pin("dtype", "auto")
+    quantization: str | None = _pin(
+        "quantization",
+        help="Weight format: fp8 and ptpc_fp8 are made of a plain checkpoint at load; mxfp4, int4 and int8 stand for a "
         "checkpoint that holds them; a tool's name keeps what its checkpoint holds. Default: the checkpoint's.",
         choices=tuple(dict.fromkeys((*PLAN_FORMATS, *CHECKPOINT_WORDS))),
-        short="-q",
     )
-    kv_cache_dtype: str = knob("auto", "Data type of the KV cache.", choices=KV_CACHE_DTYPES, group="cache")
-    block_size: int | None = knob(None, "Tokens in one KV cache block.", choices=BLOCK_SIZES, group="cache")
-    gpu_memory_utilization: float = knob(
-        0.9, "Share of a GPU's memory the engine may use.", minimum=0.01, maximum=1.0, group="cache"
-    )
-    max_model_len: int | None = knob(None, "Longest sequence, prompt and output together.", minimum=1)
-    max_num_seqs: int | None = knob(
-        None, "Most requests that run at once on one replica.", minimum=1, maximum=2**15, group="scheduler"
-    )
-    max_num_batched_tokens: int | None = knob(None, "Most tokens in one step.", minimum=1, group="scheduler")
-    enable_chunked_prefill: bool = knob(True, "Split long prompts over steps.", group="scheduler")
-    async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs.", group="scheduler")
-    enforce_eager: bool = knob(False, "Capture no graphs.")
-    compilation_config: dict[str, Any] = knob({}, 'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'.')
+    kv_cache_dtype: str = _pin("kv_cache_dtype", "auto")
+    block_size: int | None = _pin("block_size")
+    gpu_memory_utilization: float = _pin("gpu_memory_utilization", 0.9)
+    max_model_len: int | None = _pin("max_model_len")
+    max_num_seqs: int | None = _pin("max_num_seqs", maximum=2**15)
+    max_num_batched_tokens: int | None = _pin("max_num_batched_tokens")
+    enable_chunked_prefill: bool = _pin("enable_chunked_prefill", True)
+    async_scheduling: bool = _pin("async_scheduling", True)
+    enforce_eager: bool = _pin("enforce_eager", False)
+    compilation_config: dict[str, Any] = _pin("compilation_config", {})
 
     def __post_init__(self) -> None:
         check_knobs(self)

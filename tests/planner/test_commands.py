@@ -20,9 +20,10 @@ from headrace.planner.plan_request import PlanRequest
 
 
 def command(engine: str, model: str = "llama-3.1-8b", gpu: str = "h200", **asked: Any) -> Command:
-    made = make_plan(PlanRequest(model=model, gpu=gpu, engine=asked.pop("plan_for", engine), **asked))
+    made = make_plan(PlanRequest(model=model, gpu=gpu, engine=engine, **asked))
     assert made.feasible, made.problems
-    return next(entry for entry in made.commands if entry.engine == engine)
+    assert made.command is not None, made.gaps
+    return made.command
 
 
 def flags(found: Command) -> dict[str, str | None]:
@@ -52,8 +53,7 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", PLANS, ids=lambda asked: f"{asked['model']}-{len(asked)}")
 def test_headrace_takes_its_own_line(asked: dict[str, Any]) -> None:
     made = make_plan(PlanRequest(**asked))
-    found = next(entry for entry in made.commands if entry.engine == "headrace")
-    words = shlex.split(found.line)
+    words = shlex.split(made.command.line)
     start = words.index("headrace")
     assert words[start : start + 2] == ["headrace", "serve"]
     values = build_parser().parse(words[start + 2 :])
@@ -77,14 +77,13 @@ def argparse_engine(values: Any) -> Any:
 def test_every_word_has_a_reason_and_no_line_follows_a_false_claim(asked: dict[str, Any], plan_for: str) -> None:
     asked = {name: entry for name, entry in asked.items() if name not in ("attention_backend", "quantization")}
     made = make_plan(PlanRequest(**asked, engine=plan_for))
-    for found in made.commands:
-        assert found.line
-        for flag in (*found.flags, *found.variables):
-            assert flag.reason
-            assert flag.name not in ("--trust-remote-code", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "--swap-space")
-        given = flags(found)
-        if "--no-enable-chunked-prefill" in given or "--no-async-scheduling" in given:
-            assert "enable_chunked_prefill" in asked
+    found = made.command
+    for flag in (*found.flags, *found.variables):
+        assert flag.reason
+        assert flag.name not in ("--trust-remote-code", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "--swap-space")
+    given = flags(found)
+    if "--no-enable-chunked-prefill" in given or "--no-async-scheduling" in given:
+        assert "enable_chunked_prefill" in asked
 
 
 SHUFFLED, CHANNELS, FP4 = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "NCCL_MIN_NCHANNELS", "VLLM_ROCM_USE_AITER_FP4BMM"
@@ -161,11 +160,9 @@ def test_replicas_are_one_server_but_of_a_mixture_in_vllm() -> None:
     assert mixture.notes[-1].startswith("2 servers a node, each with 2 of CUDA_VISIBLE_DEVICES")
 
 
-def test_a_backend_is_one_engines_name() -> None:
-    made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="mi300x", attention_backend="TRITON_ATTN", engine="vllm"))
-    there, here = made.commands
-    assert flags(there)["--attention-backend"] == "TRITON_ATTN"
-    assert "--attention-backend" not in flags(here)
+def test_a_backend_that_is_given_is_named() -> None:
+    found = command("vllm", "llama-3.1-8b", "mi300x", attention_backend="TRITON_ATTN")
+    assert flags(found)["--attention-backend"] == "TRITON_ATTN"
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b-fp8", "Llama-3.1-8B-Instruct"])

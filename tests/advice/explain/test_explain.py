@@ -287,10 +287,9 @@ PLANNED = [("llama-3.1-405b", "mi300x", 8), ("gpt-oss-120b", "mi300x", 1), ("dee
 def test_what_a_plan_writes_needs_no_better_line(planned: tuple[str, str, int], engine: str, concurrency: int) -> None:
     model, gpu, count = planned
     asked = PlanRequest(model=model, gpu=gpu, num_gpus=count, engine=engine, concurrency=concurrency)
-    for command in make_plan(asked).commands:
-        for whole in explain(command.line, find_chip(gpu)):
-            bad = [a for a in whole.answers if a.better or a.verdict in ("wrong", "no effect", "unknown")]
-            assert not bad, [(str(a.setting), a.why) for a in bad]
+    for whole in explain(make_plan(asked).command.line, find_chip(gpu)):
+        bad = [a for a in whole.answers if a.better or a.verdict in ("wrong", "no effect", "unknown")]
+        assert not bad, [(str(a.setting), a.why) for a in bad]
 
 
 def test_values_that_headrace_lacks_are_refused_and_have_no_line_for_it() -> None:
