@@ -247,6 +247,7 @@ async def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(EngineDeadError, match="silent"):
             engine.check_health()
         task.cancel()
+        await engine.shutdown(timeout=0.0)  # which waits for nothing
 
 
 @pytest.mark.parametrize("token", [DIE_TOKEN, DEAD_TOKEN], ids=["killed in a step", "executor gone"])

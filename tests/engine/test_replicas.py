@@ -114,7 +114,8 @@ async def check_a_request_that_hangs_each(engine: AsyncEngine) -> None:
     """A silent engine is ended, and its request goes to another, but not round for ever. Then all come back."""
     assert MOST_LOST == ENGINES - 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.engine.core_client.BUSY_SILENCE_SECONDS", 2.0)
+        patch.setattr("headrace.engine.core_client.BUSY_SILENCE_SECONDS", 0.5)
+        patch.setattr(replicas, "WATCH_SECONDS", 0.2)
         with pytest.raises(EngineDeadError, match=r"engines (have died with this request|serves)"):
             await collect(generate(engine, [STUCK_TOKEN, 5], params(), "stuck"))
     await eventually(lambda: all(each.error is None for each in engine.replicas._all))

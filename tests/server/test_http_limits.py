@@ -8,8 +8,6 @@ import os
 import socket
 import time
 
-import pytest
-
 from tests.server.raw_http import HEALTH, POST, error_code, request, serving, until
 
 
@@ -18,13 +16,13 @@ def assert_408(answer: bytes) -> None:
     assert not answer or error_code(answer) == (b"408", "request_timeout")
 
 
-async def test_half_a_head_is_answered_408() -> None:
+async def half_a_head_is_answered_408() -> None:
     async with serving(header_timeout=0.3) as server:
         client = await server.connect(b"GET /health HTTP/1.1\r\nHo")
         assert error_code(await client.rest()) == (b"408", "request_timeout")
 
 
-async def test_a_head_that_trickles_is_answered_408() -> None:
+async def a_head_that_trickles_is_answered_408() -> None:
     async with serving(header_timeout=0.3) as server:
         client = await server.connect(b"GET /health HTTP/1.1\r\n")
         answer = asyncio.create_task(client.rest())
@@ -34,13 +32,12 @@ async def test_a_head_that_trickles_is_answered_408() -> None:
         assert_408(await answer)
 
 
-@pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["nothing", "an empty line"])
-async def test_who_says_nothing_is_closed_without_a_word(first: bytes) -> None:
+async def who_says_nothing_is_closed_without_a_word(first: bytes) -> None:
     async with serving(header_timeout=0.3) as server:
         assert await (await server.connect(first)).rest() == b""
 
 
-async def test_empty_lines_between_requests_do_not_keep_a_connection() -> None:
+async def empty_lines_between_requests_do_not_keep_a_connection() -> None:
     async with serving(header_timeout=0.3) as server:
         client = await server.connect(HEALTH)
         assert b" 200 " in await client.answer()
@@ -48,8 +45,7 @@ async def test_empty_lines_between_requests_do_not_keep_a_connection() -> None:
         assert await client.rest() == b""
 
 
-@pytest.mark.parametrize("pause", [0, 0.02], ids=["stalls", "trickles"])
-async def test_a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> None:
+async def a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> None:
     async with serving(body_timeout=0.4) as server:
         client = await server.connect(POST + b'Content-Length: 9999\r\n\r\n{"prompt')
         answer = asyncio.create_task(client.rest())
@@ -60,17 +56,17 @@ async def test_a_body_that_stalls_or_trickles_is_answered_408(pause: float) -> N
         assert not server.engine.requests
 
 
-async def test_a_long_body_at_a_fair_rate_takes_its_time() -> None:
-    async with serving(body_timeout=1.0) as server:
+async def a_long_body_at_a_fair_rate_takes_its_time() -> None:
+    async with serving(body_timeout=0.3) as server:
         body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "a" * 20_000}).encode()
         client = await server.connect(POST + b"Content-Length: %d\r\n\r\n" % len(body))
-        for start in range(0, len(body), 2000):
-            client.say(body[start : start + 2000])
-            await asyncio.sleep(0.15)
+        for start in range(0, len(body), 1000):
+            client.say(body[start : start + 1000])
+            await asyncio.sleep(0.05)
         assert b" 200 " in await client.answer()
 
 
-async def test_a_body_that_nobody_waits_for_any_more_ends_too() -> None:
+async def a_body_that_nobody_waits_for_any_more_ends_too() -> None:
     """The answer (415) is there at once; the client goes on with its body, fast enough for any rate."""
     async with serving(body_timeout=0.3) as server:
         client = await server.connect(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n")
@@ -81,19 +77,16 @@ async def test_a_body_that_nobody_waits_for_any_more_ends_too() -> None:
         assert not server.server.num_connections
 
 
-@pytest.mark.parametrize(
-    "following", [b"GET /heal", POST + b'Content-Length: 99\r\n\r\n{"prompt'], ids=["head", "body"]
-)
-async def test_a_request_that_waits_for_its_answer_is_not_idle(following: bytes) -> None:
+async def a_request_that_waits_for_its_answer_is_not_idle(following: bytes) -> None:
     """Nor does half a request behind it end it; that one's time begins with the answer to the first."""
-    async with serving(header_timeout=0.5, body_timeout=0.5, send_timeout=0.5) as server:
+    async with serving(header_timeout=0.2, body_timeout=0.2, send_timeout=0.2) as server:
         server.engine.delay = 0.1
         client = await server.connect(request(max_tokens=12) + following)
         assert b" 200 " in await client.answer()
         assert error_code(await client.rest()) == (b"408", "request_timeout")
 
 
-async def test_idle_connections_are_closed() -> None:
+async def idle_connections_are_closed() -> None:
     async with serving(timeout_keep_alive=1) as server:
         client = await server.connect(HEALTH)
         assert b" 200 " in await client.answer()
@@ -106,7 +99,7 @@ LONG = {"stream": True, "n": 64, "max_tokens": 200, "ignore_eos": True}
 """Some megabytes."""
 
 
-async def test_a_client_that_never_reads_loses_its_request() -> None:
+async def a_client_that_never_reads_loses_its_request() -> None:
     async with serving(send_timeout=0.4) as server:
         server.engine.delay = 0.001
         client = await server.connect(request(**LONG), receive_buffer=4096)
@@ -117,7 +110,7 @@ async def test_a_client_that_never_reads_loses_its_request() -> None:
         await until(lambda: not server.server.num_connections)
 
 
-async def test_an_answer_that_is_complete_and_never_read_is_let_go() -> None:
+async def an_answer_that_is_complete_and_never_read_is_let_go() -> None:
     """Nothing of it is left to be made, but it does not fit into the kernel's buffers."""
     async with serving(send_timeout=0.4, timeout_keep_alive=0) as server:
         fields = {"n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 2}
@@ -127,13 +120,13 @@ async def test_an_answer_that_is_complete_and_never_read_is_let_go() -> None:
         await until(lambda: not server.server.num_connections)
 
 
-async def test_a_slow_reader_gets_its_whole_stream() -> None:
+async def a_slow_reader_gets_its_whole_stream() -> None:
     """For longer than the limit the kernel takes nothing from the server, since it waits until a third of its buffer is
     free; but the client does read."""
-    async with serving(send_timeout=0.8, send_buffer=2**16) as server:
+    async with serving(send_timeout=0.4, send_buffer=2**16) as server:
         client = (await server.connect(request(**{**LONG, "n": 8}), receive_buffer=4096)).writer.transport
         client.pause_reading()  # type: ignore[attr-defined]
-        received, pauses = b"", 33
+        received, pauses = b"", 75
         with socket.socket(fileno=os.dup(client.get_extra_info("socket").fileno())) as connection:
             while b"[DONE]" not in received[-100:]:
                 part = await asyncio.get_running_loop().sock_recv(connection, 2048)
@@ -141,8 +134,31 @@ async def test_a_slow_reader_gets_its_whole_stream() -> None:
                 received += part
                 if pauses:
                     pauses -= 1
-                    await asyncio.sleep(0.09)
+                    await asyncio.sleep(0.04)
         assert not server.engine.aborted
+
+
+async def test_each_part_of_an_exchange_has_its_time() -> None:
+    """All at once, each against a server of its own, since they wait more than they do."""
+    async with asyncio.TaskGroup() as group:
+        for exchange in (
+            half_a_head_is_answered_408(),
+            a_head_that_trickles_is_answered_408(),
+            who_says_nothing_is_closed_without_a_word(b""),
+            who_says_nothing_is_closed_without_a_word(b"\r\n"),
+            empty_lines_between_requests_do_not_keep_a_connection(),
+            a_body_that_stalls_or_trickles_is_answered_408(0),
+            a_body_that_stalls_or_trickles_is_answered_408(0.02),
+            a_long_body_at_a_fair_rate_takes_its_time(),
+            a_body_that_nobody_waits_for_any_more_ends_too(),
+            a_request_that_waits_for_its_answer_is_not_idle(b"GET /heal"),
+            a_request_that_waits_for_its_answer_is_not_idle(POST + b'Content-Length: 99\r\n\r\n{"prompt'),
+            idle_connections_are_closed(),
+            a_client_that_never_reads_loses_its_request(),
+            an_answer_that_is_complete_and_never_read_is_let_go(),
+            a_slow_reader_gets_its_whole_stream(),
+        ):
+            group.create_task(exchange)
 
 
 BAD_HEADS = {
@@ -180,22 +196,15 @@ async def test_heads_that_two_servers_could_read_differently() -> None:
         assert not server.engine.requests
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        b"",
-        b"localhost",
-        b"127.0.0.1:8000",
-        b"[::1]:8000",
-        b"[fe80::1%25eth0]",
-        b"a-b.c_d.example:80",
-        b"xn--bcher-kva.ch",
-    ],
-)
-async def test_hosts_that_are_hosts(host: bytes) -> None:
+HOSTS = (b"", b"localhost", b"127.0.0.1:8000", b"[::1]:8000", b"[fe80::1%25eth0]", b"a-b.c_d.example:80",
+         b"xn--bcher-kva.ch")  # fmt: skip
+
+
+async def test_hosts_that_are_hosts() -> None:
     async with serving() as server:
-        client = await server.connect(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
-        assert b" 200 " in await client.answer()
+        for host in HOSTS:
+            client = await server.connect(b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+            assert b" 200 " in await client.answer(), host
 
 
 async def test_http_1_0_needs_no_host() -> None:

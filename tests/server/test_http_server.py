@@ -84,7 +84,7 @@ async def test_a_place_that_becomes_free_is_for_who_waits_in_the_reserve() -> No
 
 
 async def test_running_requests_do_not_notice_a_flood() -> None:
-    async with serving(max_connections=4, header_timeout=0.5) as server:
+    async with serving(max_connections=4, header_timeout=0.2) as server:
         server.engine.delay = 0.05
         client = await server.connect(request(max_tokens=20))
         await until(lambda: bool(server.engine.active))
