@@ -1,8 +1,10 @@
 """`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
 kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
 dtype, branch of a kernel and so on comes up for its vendor, though not each beside each other: AMD's two targets, for
-which the tables pick the same, take turns, and compile what they share once.
-One JSON line a kernel: what it is, spills, shared memory, whether it loads before it waits."""
+which the tables pick the same, take turns, and compile what they share once. Of those few the first of each kernel in
+each part of this file is compiled to the end; the others no further than Triton's own program, a quarter of the time.
+One JSON line a kernel: what it is, and of those compiled to the end spills, shared memory, and whether it loads before
+it waits."""
 
 import itertools
 import json
@@ -54,15 +56,25 @@ from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
 from headrace.kernels.latent_config import plan_latent
 from headrace.kernels.paged import Sequences
 from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
-from tests.kernels.offline_target import TARGETS, compiled, loads_before_it_waits, spills, use_target
+from tests.kernels.offline_target import (
+    TARGETS,
+    compiled,
+    loads_before_it_waits,
+    reached_the_end,
+    shorten_all_but_first,
+    spills,
+    use_target,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
-SWEEP = sys.argv[2:] == ["sweep"]
+TARGET, SWEEP = sys.argv[1], sys.argv[2:] == ["sweep"]
+FAMILY = TARGETS[TARGET][0].backend
+E4M3 = torch.float8_e4m3fnuz if TARGET == "gfx942" else torch.float8_e4m3fn
 EPS = 1e-5
 SEQUENCES = Sequences(torch.zeros(4, 16, dtype=torch.int32), *torch.zeros(3, 16, dtype=torch.int32))
 
 
-TURN = {"sm_90": slice(None), "gfx942": slice(0, None, 2), "gfx950": slice(1, None, 2)}[sys.argv[1]]
+TURN = {"sm_90": slice(None), "gfx942": slice(0, None, 2), "gfx950": slice(1, None, 2)}[TARGET]
 
 
 def grid(*axes, most=None):
@@ -87,26 +99,28 @@ def report(label, kernel, known):
     fresh = [found for found in compiled(kernel) if id(found) not in known]
     known.update(map(id, fresh))
     for found in fresh:
-        entry = {"kernel": label, "spills": spills(found), "shared": found.metadata.shared}
-        print(json.dumps(entry | {"early": loads_before_it_waits(found)}), flush=True)
+        entry = {"kernel": label, "to_the_end": reached_the_end(found)}
+        if entry["to_the_end"]:
+            entry |= {"spills": spills(found), "shared": found.metadata.shared, "early": loads_before_it_waits(found)}
+        print(json.dumps(entry), flush=True)
 
 
-def compile_attention(family):
+def compile_attention():
     known = set(map(id, compiled(attention._attention_kernel)))
     for place, (dtype, head_dim, group) in enumerate(grid(DTYPES, (128, 96, 64, 256), (1, 4, 8), most=2)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)
         for decodes, counts in one_of(((16, 16), (0, 64)), place):
-            plan = plan_attention(16, counts, decodes, 1 << 17, group * kv_heads, kv_heads, head_dim, 2, family, 132)
+            plan = plan_attention(16, counts, decodes, 1 << 17, group * kv_heads, kv_heads, head_dim, 2, FAMILY, 132)
             kind = "decode" if decodes else "prefill"
             attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, plan=plan)
             report(f"attention {kind} {dtype} head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
-def compile_prefill(target):
+def compile_prefill():
     """What only NVIDIA's 9.0 has the instructions for."""
-    if target != "sm_90":
+    if TARGET != "sm_90":
         return
     from headrace.kernels import prefill
 
@@ -119,20 +133,19 @@ def compile_prefill(target):
         report(f"prefill {dtype} head_dim {head_dim} group {group} block {block_size}", prefill._prefill_kernel, known)
 
 
-def compile_gpt_oss(target):
+def compile_gpt_oss():
     """Sinks, with and without windows, and chunks, in heads of 64: prompts, decodes among them and the fused decode, of
     16-bit and fp8 caches."""
-    family, known = TARGETS[target][0].backend, set()
-    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    known = set()
     numbers, sinks, angles = torch.zeros(64, dtype=torch.int32), torch.zeros(64).bfloat16(), torch.zeros(8, 64)
     q, k, v = torch.zeros(64, 80, 64, dtype=torch.bfloat16).split((64, 8, 8), dim=1)
     kernels = {"decode": decode._decode_kernel, "attention": attention._attention_kernel}
     for place, (window, chunked, dtype) in turns(
-        ((128, False, torch.bfloat16), (None, False, e4m3), (96, True, torch.bfloat16))
+        ((128, False, torch.bfloat16), (None, False, E4M3), (96, True, torch.bfloat16))
     ):
         quantized = dtype.itemsize == 1
         cache, scale = torch.zeros(2, 4, 16, 8, 64).to(dtype), torch.ones(2) if quantized else None
-        sizes = (64, 8, 64, 1 if quantized else 2, family, 132)
+        sizes = (64, 8, 64, 1 if quantized else 2, FAMILY, 132)
         for requests in one_of((64, 1), place):
             config, splits = plan_decode(requests, *sizes, window)
             decode.decode_attention(
@@ -144,7 +157,7 @@ def compile_gpt_oss(target):
             attention.paged_attention(q[:tokens], cache, SEQUENCES, 1.0, window, scale, None, sinks, chunked, plan=plan)
         for name, kernel in kernels.items():
             report(f"gpt-oss {name} {dtype} window {window} {'chunked' if chunked else ''}", kernel, known)
-    if target == "sm_90":
+    if TARGET == "sm_90":
         from headrace.kernels import prefill
 
         cache = torch.zeros(2, 4, 16, 8, 64, dtype=torch.bfloat16)
@@ -153,12 +166,12 @@ def compile_gpt_oss(target):
         report("gpt-oss prefill", prefill._prefill_kernel, set())
 
 
-def compile_soft_caps(family):
+def compile_soft_caps():
     """Scores held within a cap, in heads of 256 whose neighbours are turned: a prompt, decodes and the fused decode."""
     known, numbers = set(), torch.zeros(64, dtype=torch.int32)
     q, k, v = torch.zeros(64, 16, 256, dtype=torch.bfloat16).split((8, 4, 4), dim=1)
     cache, angles, grown = torch.zeros(2, 4, 16, 4, 256, dtype=torch.bfloat16), torch.zeros(8, 128), torch.zeros(256)
-    sizes = (8, 4, 256, 2, family, 132)
+    sizes = (8, 4, 256, 2, FAMILY, 132)
     for _, window in turns((4096, None)[: None if SWEEP else 1]):
         config, splits = plan_decode(64, *sizes, window)
         decode.decode_attention(
@@ -172,24 +185,22 @@ def compile_soft_caps(family):
         report(f"soft cap attention window {window}", attention._attention_kernel, known)
 
 
-def compile_decode(family):
+def compile_decode():
     """Launches of the fused decode kernel for few and for many requests."""
     known, numbers = set(map(id, compiled(decode._decode_kernel))), torch.zeros(64, dtype=torch.int32)
     for dtype, head_dim, requests in grid(DTYPES, (64, 128, 256), (1, 64), most=2):
         q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
-        config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
+        config, splits = plan_decode(requests, 8, 2, head_dim, 2, FAMILY, 132)
         decode.decode_attention(q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits)
         report(f"decode {dtype} head_dim {head_dim} requests {requests}", decode._decode_kernel, known)
 
 
-def compile_latents(target):
+def compile_latents():
     """Attention over latents of DeepSeek's size, whole and of chosen keys, by heads of every number of rows, and what
     writes them; of 16-bit and fp8 caches."""
-    family = TARGETS[target][0].backend
-    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = set()
-    rows = grid((*DTYPES, torch.float32), (None, e4m3, None), (128, 16, 20), most=2)
+    rows = grid((*DTYPES, torch.float32), (None, E4M3, None), (128, 16, 20), most=2)
     for place, (dtype, cache_dtype, heads) in enumerate(rows):
         cache = torch.zeros(1, 4, 16, 1, 576).to(cache_dtype or dtype)
         size = 1 if cache_dtype is not None and dtype.itemsize == 2 else dtype.itemsize
@@ -203,7 +214,7 @@ def compile_latents(target):
             for chosen, decodes in step:
                 tokens = decodes or 64
                 plan = plan_latent(
-                    16, tokens, decodes, 1 << 17, 0, of_layer.sizes(q), size, dtype.itemsize, family, 132,
+                    16, tokens, decodes, 1 << 17, 0, of_layer.sizes(q), size, dtype.itemsize, FAMILY, 132,
                     None if chosen is None else 2048,
                 )  # fmt: skip
                 how = plan.decode if decodes else plan.chunk
@@ -216,7 +227,7 @@ def compile_latents(target):
             q, kv, kv[0, :512], 1e-6, torch.zeros(8, 64), numbers, cache, numbers, scale, True
         )
         report(f"{label} write", latent_cache._latent_cache_kernel, known)
-        plan = plan_latent(16, 64, 0, 1 << 17, 64, of_layer.sizes(q), size, dtype.itemsize, family, 132)
+        plan = plan_latent(16, 64, 0, 1 << 17, 64, of_layer.sizes(q), size, dtype.itemsize, FAMILY, 132)
         memory = torch.zeros(8 * of_layer.sizes(q).expanded, dtype=dtype)
         for piece in one_of((8, 64), place):
             how = replace(plan.expanded, keys=16, piece=piece)
@@ -227,32 +238,30 @@ def compile_latents(target):
         report(f"{label} gathered", latent_prompt._gather_kernel, known)
 
 
-def compile_fp8_cache(target):
+def compile_fp8_cache():
     """Attention over an fp8 cache, whole and fused into a decode step; the kernel that writes it."""
-    family = TARGETS[target][0].backend
-    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
     numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
-    rows = grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1), most=2)
+    rows = grid((E4M3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1), most=2)
     for place, (dtype, head_dim, group, requests) in enumerate(rows):
         label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
         for decodes, counts in one_of(((0, 64), (16, 16)), place):
-            plan = plan_attention(16, counts, decodes, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
+            plan = plan_attention(16, counts, decodes, 1 << 17, group * 2, 2, head_dim, 1, FAMILY, 132)
             attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, None, scale, plan=plan)
             report(f"{label} attention", attention._attention_kernel, known)
         wide = torch.zeros(64, dtype=torch.int64)
-        config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, family, 132)
+        config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, FAMILY, 132)
         config = replace(config, early_keys=requests == 1)  # which no table says of fp8 yet
         decode.decode_attention(
             q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, SEQUENCES, numbers, 1.0, config, splits,
             kv_scale=scale,
         )  # fmt: skip
         report(f"{label} decode of {requests}", decode._decode_kernel, known)
-        if target == "sm_90":
+        if TARGET == "sm_90":
             room = torch.zeros(2, 4, attention_config.UNPACKED_BLOCK, 2, head_dim, dtype=q.dtype)
-            plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
+            plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 1, FAMILY, 132)
             plan = replace(plan, unpacked_blocks=1)
             unpacked = fp8_cache.UnpackedCache.within(room, plan, 3)
             fp8_cache.unpack(unpacked, cache, SEQUENCES, scale, 0)
@@ -261,15 +270,15 @@ def compile_fp8_cache(target):
         report(f"{label} write", rotary._rotary_and_cache_kernel, known)
 
 
-def compile_linears(family):
+def compile_linears():
     known = set()
     for place, bucket in turns(BUCKETS):
-        for config in one_of(CANDIDATES[family, 2, bucket], place):
+        for config in one_of(CANDIDATES[FAMILY, 2, bucket], place):
             gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
             report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
 
 
-def compile_tiled(family):
+def compile_tiled():
     """Linears by tiled weights of each format, and what widens them."""
     known = set()
     for _, (kind, bucket, dtype) in turns((
@@ -278,7 +287,7 @@ def compile_tiled(family):
         ("int4 zeros", 128, torch.bfloat16),
     )):  # fmt: skip
         weight = tiled.tile(random_coded(64, 4096, **KINDS[kind]), dtype)
-        configs = TILED[family, bucket]
+        configs = TILED[FAMILY, bucket]
         for config in configs if SWEEP else configs[:1]:
             gemm.skinny_linear(torch.zeros(bucket, 4096, dtype=dtype), weight, None, config)
             kernel = tiled_vector._tiled_vector_kernel if config.block_m == 1 else tiled_gemm._tiled_kernel
@@ -287,10 +296,9 @@ def compile_tiled(family):
         report(f"widened {kind}", tiled_widen._widen_kernel, known)
 
 
-def compile_experts(target):
+def compile_experts():
     """Layers like Qwen3-30B-A3B's, Mixtral's and Qwen1.5-MoE's (with a shared expert), from one token to thousands."""
-    family = TARGETS[target][0].backend
-    known, moe.DEVICE_FAMILY = set(), family
+    known, moe.DEVICE_FAMILY = set(), FAMILY
     kernels = (
         moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
         moe.up_one_by_one_kernel, moe.down_one_by_one_kernel, moe.tiles_kernel, moe.sum_kernel,
@@ -300,7 +308,7 @@ def compile_experts(target):
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
     )):  # fmt: skip
         one, scale = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-        narrow = torch.zeros(1).to(torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
+        narrow = torch.zeros(1).to(E4M3)
         w13, w2 = one.expand(num_experts, 2 * n, hidden), one.expand(num_experts, hidden, n)
         in_fp8 = {
             "w13": narrow.expand(w13.shape), "w13_scale": scale.expand(w13.shape[:2]),
@@ -325,7 +333,7 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:
-                sorted_pairs = moe_config.pick_moe_config(40, 1, 1, "fp8", family)
+                sorted_pairs = moe_config.pick_moe_config(40, 1, 1, "fp8", FAMILY)
                 moe.fused_moe(x, replace(experts, **in_fp8), None, x, sorted_pairs)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
@@ -429,9 +437,9 @@ def compile_rest():
             report(kernel.__name__, kernel, known)
 
 
-def compile_batch_invariant(family):
+def compile_batch_invariant():
     """Linears of few and of many tokens, whole and in parts; attention; logsumexp."""
-    matmul.DEVICE_FAMILY = family
+    matmul.DEVICE_FAMILY = FAMILY
     for dtype, (n, k), tokens in grid(DTYPES, ((4096, 4096), (28672, 100)), (1, 500)):
         x, weight = torch.zeros(tokens, k, dtype=dtype), torch.zeros(n, k, dtype=dtype)
         matmul.matmul(x, weight)
@@ -443,27 +451,26 @@ def compile_batch_invariant(family):
     for head_dim, group in grid((64, 128), (1, 4, 8), most=1):
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 4, 16, 2, head_dim, dtype=torch.bfloat16)
-        plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, family, 132, True)
+        plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, FAMILY, 132, True)
         attention.paged_attention(q, cache, SEQUENCES, 1.0, plan=plan)
         report(f"batch-invariant attention head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
-def compile_narrow(target):
+def compile_narrow():
     """Linears of 8 bits for few tokens, and for many where the library serves none."""
-    narrow.DEVICE_FAMILY = family = TARGETS[target][0].backend
-    fp8_type = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    narrow.DEVICE_FAMILY = FAMILY
     known = {id(found) for kernel in (gemm._gemv_kernel, gemm._skinny_kernel) for found in compiled(kernel)}
     for _, (kind, dtype, block, zeros) in turns((
-        ("fp8 blocks", fp8_type, (128, 128), False),
+        ("fp8 blocks", E4M3, (128, 128), False),
         ("int8", torch.int8, (0, 0), True),
-        ("fp8", fp8_type, (0, 0), False),
+        ("fp8", E4M3, (0, 0), False),
     )):  # fmt: skip
         codes = torch.zeros(256, 4096, dtype=torch.uint8).view(dtype)
         scales = torch.zeros(2, 32) if block[0] else torch.zeros(256)
         weight = fp8.NarrowWeight(codes, scales, *block, torch.zeros(256) if zeros else None)
         to = fp8.Rounding(dtype, block[1], zeros=zeros)
         for bucket in BUCKETS if SWEEP else (1, 16, 128):
-            for config in CANDIDATES.get((family, kind, bucket), ())[: None if SWEEP else 1]:
+            for config in CANDIDATES.get((FAMILY, kind, bucket), ())[: None if SWEEP else 1]:
                 plain = torch.zeros(bucket, 4096, dtype=torch.bfloat16)
                 x = plain if bucket == 1 else fp8.empty_quantized(bucket, 4096, to, torch.device("cpu"))
                 gemm.skinny_linear(x, weight, None, config, torch.bfloat16)
@@ -473,16 +480,15 @@ def compile_narrow(target):
         report(f"narrow {kind} 500 tokens", gemm._skinny_kernel, known)
 
 
-def compile_fp8(target):
+def compile_fp8():
     """Quantization of rows as wide as those of models of 8B and 70B, alone and inside norm and activation."""
-    fp8.DEVICE_FAMILY = TARGETS[target][0].backend
-    dtype = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    fp8.DEVICE_FAMILY = FAMILY
     kernels = (fp8._quantize_kernel, norm._rms_norm_kernel, activation._gate_and_mul_kernel)
     known = {id(found) for kernel in kernels for found in compiled(kernel)}
     pair, one = torch.zeros(2), torch.zeros(1)
     ways = (
-        fp8.Rounding(dtype), fp8.Rounding(dtype, group=128), fp8.Rounding(dtype, given=pair),
-        fp8.Rounding(dtype, bound=one), fp8.Rounding(torch.int8), fp8.Rounding(torch.int8, given=pair, zeros=True),
+        fp8.Rounding(E4M3), fp8.Rounding(E4M3, group=128), fp8.Rounding(E4M3, given=pair),
+        fp8.Rounding(E4M3, bound=one), fp8.Rounding(torch.int8), fp8.Rounding(torch.int8, given=pair, zeros=True),
         fp8.Rounding(torch.int8, zeros=True),
     )  # fmt: skip
     for width, to in grid((4096, 14336, 28672), ways):
@@ -495,9 +501,9 @@ def compile_fp8(target):
             report(f"quantized {kernel.__name__} {width}", kernel, known)
 
 
-def compile_recurrent(target):
+def compile_recurrent():
     """Gated delta-nets with heads of the sizes of Qwen3-Next, and smaller ones."""
-    delta_scan.DEVICE_FAMILY, known = TARGETS[target][0].backend, set()
+    delta_scan.DEVICE_FAMILY, known = FAMILY, set()
     sizes = ((16, 32, 128, 2), (2, 2, 64, 1))
     for dtype, (key_heads, value_heads, dim, slots) in grid(DTYPES, sizes, most=1):
         apart = 2 * dim + 2 * dim * value_heads // key_heads
@@ -522,7 +528,7 @@ def compile_recurrent(target):
             report(f"recurrent {kernel.__name__} {dtype} heads of {dim}", kernel, known)
 
 
-def compile_adapters(family):
+def compile_adapters():
     """Adapters of a fused linear of three parts and of one alone, for the largest ranks and the smallest; and linears
     that add them by themselves."""
     known, ranks, slots = set(), torch.zeros(99, dtype=torch.int32), adapters.StepSlots(*torch.zeros(2, 64).int())
@@ -539,11 +545,11 @@ def compile_adapters(family):
         known |= {id(found) for kernel in (gemm._skinny_kernel, tiled_gemm._tiled_kernel) for found in compiled(kernel)}
         outputs, gated = parts * 1024, parts == 1
         for bucket in BUCKETS[1:] if SWEEP else (16,):
-            for config in one_of(CANDIDATES[family, 2, bucket], parts):
+            for config in one_of(CANDIDATES[FAMILY, 2, bucket], parts):
                 x, weight = torch.zeros(bucket, 4096).bfloat16(), torch.zeros(outputs, 4096).bfloat16()
                 gemm.skinny_linear(x, weight, None, config, gated=gated, adapters=given)
                 report(f"adapters {gemm._skinny_kernel.__name__} {config} rank {rank}", gemm._skinny_kernel, known)
-            for config in one_of(TILED[family, bucket], parts):
+            for config in one_of(TILED[FAMILY, bucket], parts):
                 tile = tiled.tile(random_coded(outputs, 4096, **KINDS["int4 wide groups"]), dtype, gated)
                 gemm.skinny_linear(x, tile, None, config, gated=gated, adapters=given)
                 report(
@@ -553,11 +559,10 @@ def compile_adapters(family):
                 )
 
 
-def compile_index(target):
+def compile_index():
     """Indexes of the sizes of DeepSeek V3.2 and GLM-5, over 16-bit and fp8 keys: decodes, prompts, and the choice."""
     known, numbers = set(), torch.zeros(16, 1 << 14)
-    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
-    for place, (dtype, heads, block_size) in enumerate(grid((torch.bfloat16, e4m3), (64, 32), (64, 1))):
+    for place, (dtype, heads, block_size) in enumerate(grid((torch.bfloat16, E4M3), (64, 32), (64, 1))):
         q, keys = torch.zeros(16, heads, 128).bfloat16(), torch.zeros(1, 4, block_size, 1, 128).to(dtype)
         for decodes in one_of((True, False), place):
             index.index_scores(q, q[:, :, 0], keys, SEQUENCES, numbers, 0, 2048, decodes)
@@ -567,21 +572,14 @@ def compile_index(target):
 
 
 if __name__ == "__main__":
-    use_target(sys.argv[1])
-    compile_gpt_oss(sys.argv[1])
-    compile_attention(TARGETS[sys.argv[1]][0].backend)
-    compile_prefill(sys.argv[1])
-    compile_decode(TARGETS[sys.argv[1]][0].backend)
-    compile_soft_caps(TARGETS[sys.argv[1]][0].backend)
-    compile_fp8_cache(sys.argv[1])
-    compile_latents(sys.argv[1])
-    compile_linears(TARGETS[sys.argv[1]][0].backend)
-    compile_tiled(TARGETS[sys.argv[1]][0].backend)
-    compile_experts(sys.argv[1])
-    compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
-    compile_rest()
-    compile_fp8(sys.argv[1])
-    compile_narrow(sys.argv[1])
-    compile_recurrent(sys.argv[1])
-    compile_index(sys.argv[1])
-    compile_adapters(TARGETS[sys.argv[1]][0].backend)
+    use_target(TARGET)
+    begun = set()
+    if not SWEEP:
+        shorten_all_but_first(begun)
+    for part in (
+        compile_gpt_oss, compile_attention, compile_prefill, compile_decode, compile_soft_caps, compile_fp8_cache,
+        compile_latents, compile_linears, compile_tiled, compile_experts, compile_batch_invariant, compile_rest,
+        compile_fp8, compile_narrow, compile_recurrent, compile_index, compile_adapters,
+    ):  # fmt: skip
+        begun.clear()
+        part()

@@ -84,6 +84,33 @@ def without_code(*stages_of_one):
     return None
 
 
+def shorten_all_but_first(begun):
+    """Have Triton compile the first variant of each kernel to the end, and further ones `without_code`. `begun`: names
+    of kernels that have had their first; whoever empties it begins anew."""
+    short = False
+
+    def stages(*stages_of_one):
+        if short:
+            return without_code(*stages_of_one)
+        return None if stages_of_one else ("", "")
+
+    def before(*, fn, **_):
+        nonlocal short
+        short = fn.name in begun
+        begun.add(fn.name)
+
+    def after(**_):
+        nonlocal short
+        short = False  # what a launch looks for among the kernels of this process says nothing of it
+
+    triton.knobs.runtime.add_stages_inspection_hook = stages
+    triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = before, after
+
+
+def reached_the_end(found):
+    return any(found.asm.get(binary) for binary in ("cubin", "hsaco"))
+
+
 def compiled(kernel):
     """What `kernel` has compiled so far."""
     return [found for cache in kernel.device_caches.values() for found in cache[0].values()]
