@@ -19,7 +19,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "headrace" / "demo_model"
@@ -133,20 +133,14 @@ class Served:
         return httpx.get(f"{self.url}/health", timeout=PATIENCE).status_code
 
     def wait_for_health(self, status: int) -> None:
-        started = time.monotonic()
-        while self.health() != status:
-            assert time.monotonic() - started < PATIENCE, f"/health is not {status}"
-            time.sleep(0.05)
+        wait_until(lambda: self.health() == status, lambda: f"/health is not {status}")
 
     def held(self) -> dict[str, float]:
         """Requests in the engine, and the share of its cache that they hold."""
         return metrics(httpx.get(f"{self.url}/metrics", timeout=PATIENCE, headers=self.headers).text, HELD)
 
     def wait_until_free(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while any(self.held().values()):
-            assert time.monotonic() < deadline, f"still held: {self.held()}"
-            time.sleep(0.05)
+        wait_until(lambda: not any(self.held().values()), lambda: f"still held: {self.held()}")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Exit code; no process is left."""
@@ -173,10 +167,7 @@ def metrics(text: str, names: tuple[str, ...]) -> dict[str, float]:
 
 def gone(processes: list[psutil.Process]) -> None:
     """Raises AssertionError unless they all end. An orphan that waits for the system's first process has ended."""
-    deadline = time.monotonic() + PATIENCE
-    while alive := [process for process in processes if not _ended(process)]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.02)
+    wait_until(lambda: all(map(_ended, processes)), lambda: [one for one in processes if not _ended(one)])
 
 
 def _ended(process: psutil.Process) -> bool:

@@ -5,13 +5,14 @@ What is held is the time that a process computes: other processes, which share i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 WORK = "import argparse, asyncio, email.message, http.server, json, unittest.mock, xml.dom.minidom"
 PATIENCE = 120
@@ -45,3 +46,18 @@ def at_most(seconds: float) -> Iterator[None]:
     started = time.process_time()
     yield
     assert time.process_time() - started < seconds * slowness()
+
+
+def wait_until(holds: Callable[[], object], shown: Callable[[], object] = lambda: "it never came to hold") -> None:
+    """Look again and again whether a condition holds; raise AssertionError with what is shown if it never does."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, shown()
+        time.sleep(0.02)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """The same while an event loop runs."""
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.005)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from tests.clients.tasks import FOUR, ONE, TOOLS, Person, Task
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Said
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, wait_until
 
 FLAT: list[Any] = [{"type": "function"} | one["function"] for one in TOOLS]
 
@@ -113,10 +112,8 @@ def test_background(client: openai.OpenAI, scripted: Scripted) -> None:
     scripted.answer("Yes.")
     made = client.responses.create(model=scripted.name, input="Is it?", background=True)
     assert made.status == "queued"
-    until = time.monotonic() + PATIENCE
-    while (found := client.responses.retrieve(made.id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: client.responses.retrieve(made.id).status not in ("queued", "in_progress"))
+    found = client.responses.retrieve(made.id)
     assert (found.status, found.output_text.strip()) == ("completed", "Yes.")
     assert client.responses.cancel(made.id).status == "completed"
 

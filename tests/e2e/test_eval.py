@@ -4,7 +4,6 @@ on."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from headrace.evaluate.samples import read_samples
 from headrace.evaluate.tasks import GSM8K
 from tests.e2e.conftest import KEY
 from tests.serving import Serve, headrace
-from tests.speed import PATIENCE
+from tests.speed import wait_until
 
 DOCS = [
     {"question": f"Tom has {n} red balls and finds {n} more. How many has he?", "answer": f"{2 * n}\n#### {2 * n}"}
@@ -90,10 +89,7 @@ def test_a_run_that_was_killed_goes_on(
     arguments = asked(data, tmp_path, *of_server(server), "--max-concurrency", "1")
     process = headrace(*arguments)
     samples = tmp_path / "samples_gsm8k.jsonl"
-    deadline = time.monotonic() + PATIENCE
-    while not samples.exists() or samples.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: samples.exists() and samples.read_bytes().count(b"\n") >= 2)
     process.kill()
     process.communicate()
     before = samples.read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 
 from headrace.process import free_port
 from tests.serving import Serve, Served, gone, headrace
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, wait_until
 
 GOLDEN = ", there was a little girl named Lily. She loved to play outside"
 
@@ -57,10 +56,7 @@ def test_engines_on_two_machines_share_a_door_and_a_machine_that_dies_takes_only
         assert listening([psutil.Process(other.process.pid), *other.children()]) == set()
         with ThreadPoolExecutor(4) as clients:  # whose answers come in one piece, so all are sent again
             answers = [clients.submit(server.complete, max_tokens=400, ignore_eos=True) for _ in range(4)]
-            deadline = time.monotonic() + PATIENCE
-            while not runs_there(server):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: runs_there(server))
             everything = other.children()
             other.process.kill()
             gone(everything)

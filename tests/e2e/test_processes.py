@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.serving import Reader, Serve, gone
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, wait_until
 
 
 def test_killed_core_ends_open_requests_and_turns_health_red() -> None:
@@ -135,10 +135,11 @@ class TestTensorParallel:
 
     def once_ranks_load(self, server: Serve) -> list[psutil.Process]:
         """Return all processes of the server as soon as both ranks have come to load torch."""
-        deadline = time.monotonic() + PATIENCE
-        while sum(any("libtorch" in each.path for each in rank.memory_maps()) for rank in server.ranks()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+
+        def loading() -> int:
+            return sum(any("libtorch" in each.path for each in rank.memory_maps()) for rank in server.ranks())
+
+        wait_until(lambda: loading() == 2)
         return server.children()
 
     def test_stop_while_ranks_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +171,8 @@ class TestDataParallel:
             for _ in range(4):
                 assert server.complete(max_tokens=8) == text
             assert server.health() == 200
-            started = time.monotonic()
-            while self.states(server) != {"2": "serving", "3": "serving"} or "serves again" not in server.text:
-                assert time.monotonic() - started < PATIENCE, server.text
-                time.sleep(0.1)
+            wait_until(lambda: "serves again" in server.text, lambda: server.text)
+            wait_until(lambda: self.states(server) == {"2": "serving", "3": "serving"})
             everything = server.children()
             reader = Reader(server)
             server.process.kill()

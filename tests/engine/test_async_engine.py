@@ -29,7 +29,7 @@ from headrace.errors import (
 from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import DEAD_TOKEN, DIE_TOKEN, FAIL_TOKEN, SLOW_TOKEN, STUCK_TOKEN, model_folder
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
@@ -76,12 +76,6 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def test_streaming_aborting_and_refusing(folder: Path) -> None:
     """One engine for what does not hurt it, since each start costs a process."""
 
@@ -100,7 +94,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             await check_turns(engine)
             await check_ctrl_c_is_the_parents_business(engine)
             # Whatever became of them, nothing of what was sent is thought to wait still.
-            await eventually(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
+            await until(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
             engine.check_health()
 
     async def check_expectations(engine: AsyncEngine) -> None:
@@ -130,7 +124,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
     async def check_slow_reader(engine: AsyncEngine) -> None:
         stream = generate(engine, "abcd", params(max_tokens=20), "slow reader")
         first = await anext(stream)
-        await eventually(lambda: engine.replicas._all[0].outputs.num_requests == 0)
+        await until(lambda: engine.replicas._all[0].outputs.num_requests == 0)
         rest = await collect(stream)
         assert len(rest) == 1
         assert (first.outputs[0].text + rest[0].outputs[0].text) == "abcd" * 5
@@ -163,7 +157,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             finished.append(name)
 
         large = [asyncio.create_task(one(f"large {i}", "large", 100)) for i in range(400)]
-        await eventually(lambda: engine.metrics.stats.num_waiting > 0)
+        await until(lambda: engine.metrics.stats.num_waiting > 0)
         await asyncio.wait_for(one("small", None, 2), PATIENCE)
         assert len(finished) == 1, "before any of the others came to its end"
         for task in large:
@@ -175,12 +169,12 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         task = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "cancelled")))
-        await eventually(lambda: engine.metrics.stats.num_running > 0)
+        await until(lambda: engine.metrics.stats.num_running > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine.replicas._all[0].outputs.num_requests == 0
-        await eventually(lambda: engine.metrics.stats.num_running == 0)
+        await until(lambda: engine.metrics.stats.num_running == 0)
         stats = engine.metrics.stats
         assert stats.num_free_blocks == stats.num_blocks
 
@@ -233,17 +227,17 @@ async def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyP
             return False
 
         await asyncio.sleep(2.0)
-        await eventually(heard)
+        await until(heard)
         for number in range(MOST_FAILURES):
-            await eventually(heard)
+            await until(heard)
             with pytest.raises(HeadraceError, match="the step failed"):
                 await collect(generate(engine, [FAIL_TOKEN], params(), f"bad {number}"))
         with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
-            await eventually(heard)
+            await until(heard)
         await collect(generate(engine, [10], params(), "good"))
-        await eventually(heard)
+        await until(heard)
         task = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "stuck")))
-        await eventually(lambda: not heard())
+        await until(lambda: not heard())
         with pytest.raises(EngineDeadError, match="silent"):
             engine.check_health()
         task.cancel()
@@ -254,7 +248,7 @@ async def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyP
 async def test_death_of_the_core_ends_open_requests(folder: Path, token: int) -> None:
     async with started(folder) as engine:
         waiting = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "open")))
-        await eventually(lambda: engine.metrics.num_generation_tokens > 0)
+        await until(lambda: engine.metrics.num_generation_tokens > 0)
         with pytest.raises(EngineDeadError):
             await collect(generate(engine, [token], params(), "last"))
         async with asyncio.timeout(PATIENCE):

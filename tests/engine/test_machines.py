@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +18,7 @@ from headrace.errors import ConfigError, EngineDeadError
 from headrace.hub import DEMO_FOLDER
 from headrace.process import Child, free_port
 from tests.executor.test_nodes import SECRET, Node
-from tests.speed import PATIENCE
+from tests.speed import until
 
 
 @pytest.fixture
@@ -43,13 +41,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CoreConfig, Child]]:
 
     monkeypatch.setattr(node, "spawn", spawn)
     return cores
-
-
-async def until(done: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def test_cores_are_started_where_there_is_room_and_again_when_they_or_their_machine_are_gone(

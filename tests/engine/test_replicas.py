@@ -21,8 +21,8 @@ from headrace.errors import CheckpointError, ConfigError, EngineDeadError
 from headrace.llm import LLM
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import SLOW_TOKEN, STUCK_TOKEN, model_folder
-from tests.engine.test_async_engine import collect, eventually, generate, params
-from tests.speed import PATIENCE
+from tests.engine.test_async_engine import collect, generate, params
+from tests.speed import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 ENGINES = 3
@@ -50,7 +50,7 @@ async def test_spreading_dying_and_coming_back(folder: Path) -> None:
             patch.setattr(replicas, "choose", fewest_open)
             await check_death(engine)
         await check_a_request_that_hangs_each(engine)
-        await eventually(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
+        await until(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
     finally:
         pids = [each.client.pid for each in engine.replicas._all]
         await engine.shutdown()
@@ -88,8 +88,8 @@ async def check_death(engine: AsyncEngine) -> None:
         held = list(victim.outputs._requests.values())
         return bool(held) and all(request.taken or request.kind == "final" for request in held)
 
-    await eventually(lambda: all(len(each.outputs._requests) for each in engine.replicas._all))
-    await eventually(streams_have_begun)
+    await until(lambda: all(len(each.outputs._requests) for each in engine.replicas._all))
+    await until(streams_have_begun)
     held = {int(name[1:]) for name in victim.outputs._requests}
     assert held
     os.kill(victim.client.pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ async def check_death(engine: AsyncEngine) -> None:
                 tokens = [token for each in outputs for token in each.outputs[0].token_ids]
                 assert tokens == [SLOW_TOKEN, 10 + number] * 60, "from the first token on, once each"
     engine.check_health()
-    await eventually(lambda: victim.error is None)
+    await until(lambda: victim.error is None)
     assert shown(engine, "headrace:engine_restarts_total") == ["0.0", "1.0", "0.0"]
     before = float(shown(engine, "vllm:generation_tokens_total")[1])
     await asyncio.gather(*(collect(generate(engine, [9, 20 + n], params(), f"again{n}")) for n in range(30)))
@@ -118,7 +118,7 @@ async def check_a_request_that_hangs_each(engine: AsyncEngine) -> None:
         patch.setattr(replicas, "WATCH_SECONDS", 0.2)
         with pytest.raises(EngineDeadError, match=r"engines (have died with this request|serves)"):
             await collect(generate(engine, [STUCK_TOKEN, 5], params(), "stuck"))
-    await eventually(lambda: all(each.error is None for each in engine.replicas._all))
+    await until(lambda: all(each.error is None for each in engine.replicas._all))
     assert len(await collect(generate(engine, [5], params(), "after"))) > 0
 
 
@@ -130,7 +130,7 @@ async def test_while_none_serves_that_is_said(folder: Path, monkeypatch: pytest.
         for each in engine.replicas._all:
             monkeypatch.setattr(each.client, "again", NoSecondStart(each.client).again)
             os.kill(each.client.pid, signal.SIGKILL)
-        await eventually(lambda: all(each.error is not None for each in engine.replicas._all))
+        await until(lambda: all(each.error is not None for each in engine.replicas._all))
         with pytest.raises(EngineDeadError, match="none of 2 engines serves now: engine 0: the engine core died"):
             engine.check_health()
         with pytest.raises(EngineDeadError, match="none of 2 engines"):

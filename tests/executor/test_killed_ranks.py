@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from headrace.errors import EngineDeadError
 from headrace.executor import multiproc
 from headrace.process import Child, spawn
 from headrace.request import EngineCoreRequest
-from tests.speed import PATIENCE
+from tests.speed import wait_until
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 512,
@@ -66,18 +65,14 @@ def run_on(llm: LLM) -> None:
 
 
 def gone(children: list[Child]) -> None:
-    end = time.monotonic() + PATIENCE
-    while any(child.is_alive() for child in children) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(child.is_alive() for child in children)
+    wait_until(lambda: not any(child.is_alive() for child in children))
 
 
 KINDS = {"first of the first stage": 0, "tensor rank": 1, "answering": 2, "last of the last stage": 3}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "tensor rank" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow  # `make test` kills one of a server (tests/e2e) and one of two machines (test_nodes.py)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_killed_mid_step(children: list[Child], kind: str) -> None:
     """The others wait for it inside collectives, and hear only that nobody answers."""
     llm = LLM("demo", **SETTINGS, tensor_parallel_size=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from headrace.executor.messages import RankConfig, StartRanks
 from headrace.executor.nodes import Nodes
 from headrace.hub import DEMO_FOLDER
 from headrace.process import Child, free_port, spawn
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, wait_until
 
 SECRET = "the secret of these two machines"
 SETTINGS: dict[str, Any] = {
@@ -70,12 +69,15 @@ class First:
 
     def look_until_ended(self, node: Node) -> Any:
         """What ended a node."""
-        deadline = time.monotonic() + PATIENCE
-        while node.is_alive():
-            assert time.monotonic() < deadline
-            self.nodes.look()
-            time.sleep(0.02)
+        self.look_until(lambda: not node.is_alive())
         return node.ended
+
+    def look_until(self, holds: Callable[[], Any]) -> None:
+        def looked() -> object:
+            self.nodes.look()
+            return holds()
+
+        wait_until(looked)
 
     def close(self) -> None:
         if not self.context.closed:
@@ -130,32 +132,25 @@ def test_a_node_runs_ranks_for_one_executor_after_another(
         Progress(Path(config.progress), 2, config.rank).take()
         return started[-1][1]
 
-    def until(done: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not done():
-            assert time.monotonic() < deadline
-            first.nodes.look()
-            time.sleep(0.02)
-
     monkeypatch.setattr(node, "start_rank", start_rank)
     monkeypatch.setattr(node, "NEXT_SECONDS", PATIENCE)
     there, seen = Node(**two), Progress(tmp_path / "progress", 2)
     order = StartRanks(1, EngineConfig(**two), {0: 1, 1: 2}, 3)
     first.nodes.begin(order, seen)
-    until(lambda: seen.read()[1].taken)
+    first.look_until(lambda: seen.read()[1].taken)
     config = started[0][0]
     assert (config.rank, config.commands, config.replies) == (1, "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
     first.nodes.begin(msgspec.structs.replace(order, group=2), seen)
-    until(lambda: len(started) == 2)
+    first.look_until(lambda: len(started) == 2)
     assert not started[0][1].is_alive()
     assert first.nodes.problem() == ""  # the first group's rank was ended, and has not died
     first.nodes.end()
     first.close()
     first.__init__(tmp_path, **two)  # type: ignore[misc]
     first.nodes.begin(order, seen)
-    until(lambda: len(started) == 3)
+    first.look_until(lambda: len(started) == 3)
     started[2][1].stop(0.0)
-    until(first.nodes.problem)
+    first.look_until(first.nodes.problem)
     assert first.nodes.problem(killed=True) == "rank 1 on node 1 (127.0.0.1) died (exit code -15)"
     first.nodes.end()
     monkeypatch.setattr(node, "NEXT_SECONDS", 0.0)

@@ -15,7 +15,7 @@ from headrace.config import ServerConfig
 from headrace.server.http_server import RESERVE, HttpServer
 from headrace.server.run import listen_on
 from tests.server.fake_engine import FakeEngine, make_app
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 MODELS = HEALTH.replace(b"/health", b"/v1/models")
@@ -73,12 +73,6 @@ class Server:
         clients = [await self.connect(data) for _ in range(number)]
         await until(lambda: self.server.num_connections >= wanted)
         return clients
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

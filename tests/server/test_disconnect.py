@@ -11,7 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from tests.server.fake_engine import FakeEngine, make_app
-from tests.speed import PATIENCE
+from tests.speed import PATIENCE, until
 
 
 class Client:
@@ -37,12 +37,6 @@ class Client:
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("stream", [False, True])

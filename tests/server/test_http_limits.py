@@ -8,7 +8,8 @@ import os
 import socket
 import time
 
-from tests.server.raw_http import HEALTH, POST, error_code, request, serving, until
+from tests.server.raw_http import HEALTH, POST, error_code, request, serving
+from tests.speed import until
 
 
 def assert_408(answer: bytes) -> None:

@@ -22,8 +22,8 @@ from headrace.server.http_server import OWN_DESCRIPTORS, RESERVE, HttpServer, Sh
 from headrace.server.run import listen_on
 from tests.server.fake_engine import make_app
 from tests.server.live import Live
-from tests.server.raw_http import HEALTH, MODELS, error_code, request, run, serving, until
-from tests.speed import PATIENCE
+from tests.server.raw_http import HEALTH, MODELS, error_code, request, run, serving
+from tests.speed import PATIENCE, until
 
 
 async def test_beyond_the_bound_health_and_metrics_are_answered() -> None:

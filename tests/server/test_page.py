@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.scripted.engine import Scripted, scripted_servers
 from tests.scripted.families import FAMILIES, Call
 from tests.server.fake_engine import make_app, send
 from tests.server.test_auth import KEYS
-from tests.speed import PATIENCE
+from tests.speed import wait_until
 
 MOST_BYTES = 60_000
 HOSTILE = '<img src=x onerror="window.hit=1"><script>window.hit=1</script> [x](javascript:window.hit=1) **bold** `<b>`'
@@ -124,10 +123,7 @@ class Page:
         self.driver.find_element("css selector", "#text").send_keys(text, "\n")
 
     def until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < end, self.driver.find_element("css selector", "body").text
-            time.sleep(0.05)
+        wait_until(condition, lambda: self.driver.find_element("css selector", "body").text)
 
 
 def test_a_file_that_asks_nobody_else() -> None:
