@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 
 from headrace.parsers.calls import Calls
-from headrace.parsers.events import Event, Steps
-from headrace.parsers.reader import Markers, Reader
+from headrace.parsers.events import Content, Event, Steps
+from headrace.parsers.reader import Markers, Reader, collected
 
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _BETWEEN = re.compile(r"[\s:,0-9a-zA-Z.+-]*")
@@ -125,14 +125,8 @@ def json_value(reader: Reader, event: Callable[[str], Event], begun: str = "") -
 
 def collect_json(reader: Reader) -> Steps[str | None]:
     """Read one JSON value and return its text; None if it is not whole. White space before it must be read already."""
-    lexer = Lexer()
-    parts = []
-    while not (lexer.done or lexer.broken):
-        text = yield from reader.scan(lexer.end)
-        if not text and reader.ended:
-            break
-        parts.append(lexer.escaped(text))
-    return "".join(parts) if lexer.complete else None
+    text, whole = yield from collected(reader, json_value(reader, Content))
+    return text if whole else None
 
 
 def as_string(text: str | None) -> str | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from headrace.parsers.events import Arguments, Event, Steps
-from headrace.parsers.reader import Markers, Reader, markers
+from headrace.parsers.reader import Markers, Reader, collected, markers
 from headrace.parsers.scalars import json_escaped, json_scalar, json_string
 
 LOOK = 256
@@ -229,7 +229,7 @@ def _parentheses(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[
     if (yield from reader.peek()) == ")":
         yield from _items(reader, emit, ")", depth, strict)
         return
-    first = yield from collected(reader, literal(reader, emit, _after_item, depth=depth, strict=strict))
+    first, _ = yield from collected(reader, literal(reader, emit, _after_item, depth=depth, strict=strict))
     yield from reader.space()
     if reader.ended and reader.cut:
         return
@@ -248,7 +248,7 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
         mark = yield from past_commas(reader, _BETWEEN)
         if mark or reader.ended:
             break
-        key = yield from collected(reader, literal(reader, emit, _after_key, depth=depth, strict=strict))
+        key, _ = yield from collected(reader, literal(reader, emit, _after_key, depth=depth, strict=strict))
         yield from reader.space()
         if reader.ended and reader.cut:
             return
@@ -269,18 +269,6 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
 def _check_closed(mark: str, closer: str, strict: bool) -> None:
     if strict and mark != closer:
         raise NotALiteralError(mark)
-
-
-def collected(reader: Reader, steps: Steps[None]) -> Steps[str]:
-    """Run a reading and return what it would have handed on, joined."""
-    parts = []
-    for event in steps:
-        if isinstance(event, Arguments):
-            parts.append(event.text)
-        else:
-            reader.passing = None  # what comes must come through here
-            yield None
-    return "".join(parts)
 
 
 def _expression(reader: Reader, *, key: bool) -> Steps[tuple[str, str]]:

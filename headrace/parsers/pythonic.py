@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
 from headrace.parsers.json_calls import JsonCalls
-from headrace.parsers.literals import LOOK, close, collected, is_literal, literal, past_commas
-from headrace.parsers.reader import Reader, markers
+from headrace.parsers.literals import LOOK, close, is_literal, literal, past_commas
+from headrace.parsers.reader import Reader, collected, markers
 from headrace.parsers.scalars import json_string
 
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")

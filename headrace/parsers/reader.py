@@ -33,7 +33,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 
-from headrace.parsers.events import Event, Steps, T
+from headrace.parsers.events import CallStart, Content, Event, Steps, T
 
 SPACE = " \t\r\n"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -71,6 +71,21 @@ class Markers:
     def may_begin(self, text: str, at: int) -> bool:
         """Return whether all the text from `at` is the beginning of a marker, and not the whole of one."""
         return bool(self._begun.match(text, at))
+
+
+def collected(reader: Reader, steps: Steps[T]) -> Steps[tuple[str, T]]:
+    """Run a reading; return the text that it would have handed on, joined, and what it returns."""
+    parts: list[str] = []
+    while True:
+        try:
+            event = next(steps)
+        except StopIteration as end:
+            return "".join(parts), end.value
+        if event is None:
+            reader.passing = None  # what comes must come through here
+            yield None
+        elif not isinstance(event, CallStart):
+            parts.append(event.text)
 
 
 @functools.cache
@@ -189,13 +204,7 @@ class Reader:
         """
         if limit:
             return (yield from self._near(markers, limit))
-        parts = []
-        while True:
-            end, found = markers.find(self._text, self._at, self.closed)
-            parts.append(self._take(end))
-            if found or self.closed:
-                return "".join(parts), self._take(end + len(found))
-            yield None
+        return (yield from collected(self, self.pass_on(markers, Content)))
 
     def _near(self, markers: Markers, limit: int) -> Steps[tuple[str, str]]:
         """`until` with a limit: looks no further than that."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from headrace.parsers.calls import Calls
 from headrace.parsers.elements import element_json
-from headrace.parsers.events import Arguments, Steps
+from headrace.parsers.events import Content, Event, Steps
 from headrace.parsers.json_text import pass_arguments
-from headrace.parsers.literals import collected
-from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
+from headrace.parsers.reader import MAX_NAME, Markers, Reader, collected, markers
 from headrace.parsers.scalars import json_escaped, json_string
 from headrace.parsers.tools import FunctionTool
 from headrace.parsers.typed_values import STRING, is_text, json_of, parameters_of
@@ -114,7 +114,7 @@ class TaggedCalls:
             yield calls.start(name)
             yield from self._arguments(reader, calls, tool, seen)
             return True
-        text = yield from collected(reader, self._arguments(reader, calls, tool, seen))
+        text, _ = yield from collected(reader, self._arguments(reader, calls, tool, seen))
         if not (seen.fits(tool) if seen.closed else reader.cut):
             return False
         yield calls.start(name)
@@ -177,51 +177,41 @@ class TaggedCalls:
         has_entities = self.xml
         if self.xml and (yield from reader.accept(_CDATA)):
             value.ends, has_entities = markers("]]>" + self.value_close), False
+            yield from reader.space()
         begun = f"{separator}{json_string(key)}: "
         waits = self.xml or (types != STRING and bool(self.element_mark))
         if not waits and (types == STRING or (yield from reader.ahead(partial(_decided, types, guess)))):
             yield calls.arguments(begun + '"')
-            whole = yield from self._pass_text(reader, calls, value)
+            whole = yield from self._pass_value(reader, value, lambda text: calls.arguments(json_escaped(text)))
             if whole or not reader.cut:
                 yield calls.arguments('"')
             return ", ", not whole
-        text, whole = yield from self._collect(reader, value)
+        text, whole = yield from collected(reader, self._pass_value(reader, value, Content))
         if not whole and reader.cut:
             return separator, True
         text = html.unescape(text) if has_entities and not _NO_ENTITY.search(text) else text
-        text = text.strip() if self.trimmed else text
         if self.element_mark:
             yield calls.arguments(begun + element_json(self.element_mark, text, schema.member(key)))
         else:
             yield calls.arguments(begun + json_of(text, types, values, guess=guess))
         return ", ", not whole
 
-    def _pass_text(self, reader: Reader, calls: Calls, value: _Value) -> Steps[bool]:
-        """Hand on a string up to its end; returns whether the end is there."""
+    def _pass_value(self, reader: Reader, value: _Value, event: Callable[[str], Event]) -> Steps[bool]:
+        """Hand on a value up to its end; returns whether the end is there."""
         held = ""
 
-        def event(text: str) -> Arguments:
+        def up_to_space(text: str) -> Event:
             nonlocal held
             text = held + text
             end = len(text.rstrip()) if self.trimmed else len(text)
             held = text[end:]
-            return calls.arguments(json_escaped(text[:end]))
+            return event(text[:end])
 
         while True:
-            mark = yield from reader.pass_on(value.ends, event, strict=True)
+            mark = yield from reader.pass_on(value.ends, up_to_space, strict=True)
             if not mark or (yield from self._is_end(reader, value, mark)):
                 return bool(mark)
-            yield event(mark)
-
-    def _collect(self, reader: Reader, value: _Value) -> Steps[tuple[str, bool]]:
-        """Read a value up to its end; returns it and whether the end is there."""
-        parts = []
-        while True:
-            text, mark = yield from reader.until(value.ends)
-            parts.append(text)
-            if not mark or (yield from self._is_end(reader, value, mark)):
-                return "".join(parts), bool(mark)
-            parts.append(mark)
+            yield up_to_space(mark)
 
     def _is_end(self, reader: Reader, value: _Value, mark: str) -> Steps[bool]:
         """Whether a marker within a value ends it.
