@@ -11,22 +11,21 @@ from dataclasses import replace
 from headrace.model_config import Fields
 from headrace.quantization.formats import FORMATS, LinearFormat, Setting, linear_format
 
-KEEPS_16 = (
-    "The checkpoint asks for activations of {} bits beside weights of {}: they keep 16 bits here, which rounds less."
-)
-
 LEAST_BLOCK = 32
 """inputs of the smallest blocks that kernels multiply as they are stored; as LEAST_GROUP of kernels/fp8.py"""
 
 
-def integers(layout: str, bits: int, group_size: int, zeros: bool, **settings: Setting) -> LinearFormat:
+def integers(
+    layout: str, bits: int, group_size: int, zeros: bool, asked_bits: int = 0, **settings: Setting
+) -> LinearFormat:
     """Return a format whose activations keep 16 bits, with a 16-bit scale for `group_size` inputs (0: for an output),
     and zeros of as many bits as weights have. Weights of 2 and 3 bits are held as 4."""
     held = 8 if bits == 8 else 4
     base = FORMATS["w8a16" if held == 8 else "int4"]
     any_order = bool(group_size and settings.get("act_order"))
     facts = replace(base, group_size=group_size, zero_bits=held if zeros else 0, any_order=any_order)
-    return linear_format(facts, layout, bits=bits, group_size=group_size, **settings)
+    made = linear_format(facts, layout, bits=bits, group_size=group_size, **settings)
+    return replace(made, asked_bits=asked_bits)
 
 
 def fp8(
@@ -59,12 +58,11 @@ def int8(scale: str, activations: str, symmetric: bool) -> LinearFormat:
     return linear_format(facts, "int8", scale=scale, activations=activations, symmetric=symmetric)
 
 
-def fp4(name: str, tensors: str, group_size: int | None = None) -> LinearFormat:
+def fp4(name: str, tensors: str, asked_bits: int = 0, group_size: int = 0) -> LinearFormat:
     """Return `mxfp4` or `nvfp4` with the tensor names of a tool, perhaps with groups of another size."""
-    if group_size is None:
-        return linear_format(FORMATS[name], name, names=tensors)
-    facts = replace(FORMATS[name], group_size=group_size)
-    return linear_format(facts, name, names=tensors, group_size=group_size)
+    facts = replace(FORMATS[name], group_size=group_size or FORMATS[name].group_size)
+    other: dict[str, Setting] = {"group_size": group_size} if group_size else {}
+    return replace(linear_format(facts, name, names=tensors, **other), asked_bits=asked_bits)
 
 
 def size_of_groups(fields: Fields, name: str, default: int | None = None) -> int:
@@ -80,12 +78,12 @@ def one_of(fields: Fields, name: str, accepted: tuple[str, ...], default: str | 
     return value
 
 
-def bits_among(fields: Fields, name: str, accepted: tuple[int, ...], default: int | None = None) -> int:
-    """Return the bits of a weight, which must be among `accepted`."""
-    bits = fields.integer(name, default)
-    if bits not in accepted:
-        raise fields.refusal(name, f"one of {', '.join(map(str, accepted))}")
-    return bits
+def integer_among(fields: Fields, name: str, accepted: tuple[int, ...], default: int | None = None) -> int:
+    """Return an integer that is among `accepted`."""
+    value = fields.integer(name, default)
+    if value not in accepted:
+        raise fields.refusal(name, f"one of {', '.join(map(str, accepted))}" if accepted[1:] else str(accepted[0]))
+    return value
 
 
 def positive_pair(fields: Fields, name: str) -> tuple[int, int]:

@@ -21,6 +21,9 @@ from headrace.quantization.linear_rules import CheckpointFormat, Rules, left_alo
 _REGULAR = re.compile(r"[\\^$(|+]")
 """what occurs in regular expressions, and neither in names nor in names with `*`"""
 
+KEEPS_16 = (
+    "The checkpoint asks for activations of {} bits beside weights of {}: they keep 16 bits here, which rounds less."
+)
 OTHER_CACHE = (
     "The checkpoint asks for a KV cache in {}, which is not served: it has the type that --kv-cache-dtype says."
 )
@@ -42,7 +45,9 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
     found, cache = METHODS[method](fields), kv_cache_type(quantization)
     if found.main == UNQUANTIZED:  # it is about the KV cache alone
         found = CheckpointFormat()
-    return found if cache in ("", "fp8") else replace(found, notes=(*found.notes, OTHER_CACHE.format(cache)))
+    wider = (KEEPS_16.format(one.asked_bits, one.format.bits) for one in found.formats if 0 < one.asked_bits < 16)
+    notes = (*dict.fromkeys(wider), *([] if cache in ("", "fp8") else [OTHER_CACHE.format(cache)]))
+    return replace(found, notes=notes)
 
 
 def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:

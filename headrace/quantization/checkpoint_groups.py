@@ -9,12 +9,11 @@ import re
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
-    KEEPS_16,
-    bits_among,
     checked_pattern,
     fp4,
     fp8,
     int8,
+    integer_among,
     integers,
     objects,
     one_of,
@@ -41,12 +40,11 @@ def compressed_tensors(fields: Fields) -> CheckpointFormat:
     if fields.object("transform_config").object("config_groups"):
         raise fields.refusal("transform_config", "absent: rotations between layers are not served")
     default, exact, regular = UNQUANTIZED, [*left_alone(patterns(fields, "ignore"))], [*left_alone(())]
-    notes: dict[str, None] = {}
     for group in objects(fields, "config_groups").values():
         linear = UNQUANTIZED  # of attention or the KV cache
         if group.object("weights"):
             name = one_of(group, "format", _COMPRESSED, fields.text("format", "mixed-precision"))
-            linear = _described(group, name, notes)
+            linear = _described(group, name)
         for target in group.texts("targets") or ["Linear"]:
             if not _CLASS.match(target):
                 rules = regular if target.startswith("re:") else exact
@@ -56,39 +54,35 @@ def compressed_tensors(fields: Fields) -> CheckpointFormat:
             elif linear != UNQUANTIZED:
                 raise group.refusal("targets", "Linear, names of linears, or regular expressions after `re:`")
     regular.sort(key=lambda rule: rule[0])
-    return CheckpointFormat("compressed-tensors", default, (*exact, *regular), tuple(notes))
+    return CheckpointFormat("compressed-tensors", default, (*exact, *regular))
 
 
-def _described(group: Fields, compression: str, notes: dict[str, None]) -> LinearFormat:
-    """Return the format that a group describes by `weights` and `input_activations`; it may add to `notes`."""
+def _described(group: Fields, compression: str) -> LinearFormat:
+    """Return the format that a group describes by `weights` and `input_activations`."""
     weights, inputs = group.object("weights"), group.object("input_activations")
     kind, bits = one_of(weights, "type", ("int", "float"), "int"), weights.integer("num_bits", 8)
     size, symmetric = size_of_groups(weights, "group_size", 0), weights.flag("symmetric", True)
     usual = "group" if size else "channel" if weights.values.get("group_size") == -1 else "tensor"
     strategy = weights.text("strategy", usual).lower().replace("tensor_group", "group")
     weights = weights.changed({"strategy": strategy})
-    rounded = f"{inputs.integer('num_bits', 8)}" if inputs else ""
-    if rounded and bits == 4:
-        notes[KEEPS_16.format(rounded, bits)] = None
+    asked = inputs.integer("num_bits", 8) if inputs else 0
     if kind == "float" and bits == 4:
         sizes = {16: "nvfp4", 32: "mxfp4"}
         if size not in sizes:
             raise weights.refusal("group_size", "16 (nvfp4) or 32 (mxfp4) for floats of 4 bits")
-        return fp4(sizes[size], "compressed-tensors")
+        return fp4(sizes[size], "compressed-tensors", asked)
     if kind == "float":
-        bits_among(weights, "num_bits", (4, 8))
+        integer_among(weights, "num_bits", (4, 8))
         return _floats(weights, inputs, strategy)
-    bits_among(weights, "num_bits", (4, 8), 8)
+    integer_among(weights, "num_bits", (4, 8), 8)
     packed = compression == "pack-quantized" or (compression == "mixed-precision" and not inputs)
     if not packed and bits == 8 and symmetric and strategy in ("tensor", "channel"):
         return int8(strategy, _rounding(inputs), inputs.flag("symmetric", True))
     one_of(weights, "strategy", ("channel", "group"))
-    if rounded:
-        notes[KEEPS_16.format(rounded, bits)] = None
     if not packed:
-        return integers("int_quantized", bits, size, not symmetric, symmetric=symmetric)
+        return integers("int_quantized", bits, size, not symmetric, asked, symmetric=symmetric)
     act_order = str(weights.values.get("actorder")).lower() in ("true", "group", "dynamic")
-    return integers("pack_quantized", bits, size, not symmetric, symmetric=symmetric, act_order=act_order)
+    return integers("pack_quantized", bits, size, not symmetric, asked, symmetric=symmetric, act_order=act_order)
 
 
 def _floats(weights: Fields, inputs: Fields, strategy: str) -> LinearFormat:
@@ -108,7 +102,7 @@ def _rounding(inputs: Fields) -> str:
     """Return how activations are rounded: `token`, `tensor` (the checkpoint brings their scale), or `none`."""
     if not inputs:
         return "none"
-    bits_among(inputs, "num_bits", (8,), 8)
+    integer_among(inputs, "num_bits", (8,), 8)
     dynamic = inputs.flag("dynamic")
     strategy = one_of(inputs, "strategy", ("token", "tensor", "channel"), "token" if dynamic else "tensor")
     if strategy != "tensor" and not dynamic:
@@ -123,21 +117,18 @@ _ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": fp8("channel", "token"),
     "FP8_PB_WO": fp8("block", "none", block=(128, 128)),
     "MXFP8": fp8("block", "block", block=(1, 32)),
-    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), integers("modelopt_int8", 8, 0, zeros=False)),
-    "NVFP4": fp4("nvfp4", "modelopt"),
+    "W8A16": integers("modelopt_int8", 8, 0, zeros=False),
+    "W8A8_SQ_PER_CHANNEL": integers("modelopt_int8", 8, 0, zeros=False, asked_bits=8),
+    "NVFP4": fp4("nvfp4", "modelopt", 4),
     "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
-    "NVFP4_AWQ": fp4("nvfp4", "modelopt-awq"),
-    "W4A8_NVFP4_FP8": fp4("nvfp4", "modelopt", group_size=32),
-    "MXFP4": fp4("mxfp4", "quark"),  # whose tensors have the same names
-    "W4A8_MXFP4_FP8": fp4("mxfp4", "quark"),
+    "NVFP4_AWQ": fp4("nvfp4", "modelopt-awq", 4),
+    "W4A8_NVFP4_FP8": fp4("nvfp4", "modelopt", 8, group_size=32),
+    "MXFP4": fp4("mxfp4", "quark", 4),  # whose tensors have the same names
+    "W4A8_MXFP4_FP8": fp4("mxfp4", "quark", 8),
 }
 """`quant_algo` -> how it is stored; besides, there are those of _INTEGERS"""
-_INTEGERS = ("W4A16_AWQ", "W4A8_AWQ")
-_ACTIVATION_BITS = {
-    "NVFP4": 4, "NVFP4_AWQ": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8, "W4A8_AWQ": 8,
-    "W8A8_SQ_PER_CHANNEL": 8,
-}  # fmt: skip
-"""`quant_algo` of weights over activations of 16 bits -> the fewer bits that it asks for"""
+_INTEGERS = {"W4A16_AWQ": 0, "W4A8_AWQ": 8}
+"""`quant_algo` of 4-bit integers -> the bits of activations that it asks for"""
 
 
 def modelopt(fields: Fields) -> CheckpointFormat:
@@ -149,15 +140,10 @@ def modelopt(fields: Fields) -> CheckpointFormat:
     if fields.values.get("quant_algo") is None and not fields.object("quantized_layers"):
         return CheckpointFormat("modelopt")  # it is about the KV cache alone
     layers = objects(fields, "quantized_layers")
-    algorithms = [one.text("quant_algo", "MIXED_PRECISION").upper() for one in (fields, *layers.values())]
-    fewer = sorted(
-        {(_ACTIVATION_BITS[name], 8 if "W8" in name else 4) for name in algorithms if name in _ACTIVATION_BITS}
-    )
-    notes = tuple(KEEPS_16.format(*bits) for bits in fewer)
-    if algorithms[0] != "MIXED_PRECISION":
-        return CheckpointFormat("modelopt", _algorithm(fields), plain, notes)
+    if fields.text("quant_algo", "MIXED_PRECISION").upper() != "MIXED_PRECISION":
+        return CheckpointFormat("modelopt", _algorithm(fields), plain)
     named = [(name, _algorithm(one)) for name, one in layers.items()]
-    return CheckpointFormat("modelopt", UNQUANTIZED, (*plain, *named), notes)
+    return CheckpointFormat("modelopt", UNQUANTIZED, (*plain, *named))
 
 
 def _algorithm(fields: Fields) -> LinearFormat:
@@ -165,7 +151,7 @@ def _algorithm(fields: Fields) -> LinearFormat:
     if name in _INTEGERS:
         if fields.flag("has_zero_point"):
             raise fields.refusal("has_zero_point", f"false for {name}")
-        return integers("modelopt_awq", 4, size_of_groups(fields, "group_size", 128), zeros=False)
+        return integers("modelopt_awq", 4, size_of_groups(fields, "group_size", 128), False, _INTEGERS[name])
     if name not in _ALGORITHMS:
         raise fields.refusal("quant_algo", f"one of {', '.join((*_ALGORITHMS, *_INTEGERS))}, MIXED_PRECISION")
     found = _ALGORITHMS[name]
@@ -187,12 +173,8 @@ def quark(fields: Fields) -> CheckpointFormat:
     named = tuple((name, _quark(one)) for name, one in objects(fields, "layer_quant_config").items())
     types = objects(fields, "layer_type_quant_config")
     of_linears = next((one for name, one in types.items() if name.rpartition(".")[2] == "Linear"), None)
-    usual = of_linears or fields.object("global_quant_config")
-    default = _quark(usual)
-    inputs = _only(usual, "input_tensors")
-    bits = 8 if inputs.text("dtype", "").startswith("fp8") else 4
-    notes = (KEEPS_16.format(bits, 4),) if default.layout == "mxfp4" and inputs else ()
-    return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named), notes)
+    default = _quark(of_linears or fields.object("global_quant_config"))
+    return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named))
 
 
 def _quark(fields: Fields) -> LinearFormat:
@@ -202,9 +184,9 @@ def _quark(fields: Fields) -> LinearFormat:
         return UNQUANTIZED  # their outputs alone, which are the KV cache's, or nothing
     dtype, scheme = one_of(weight, "dtype", ("fp8_e4m3", "int8", "fp4", "mxfp4")), weight.text("qscheme", "per_tensor")
     if dtype in ("fp4", "mxfp4"):
-        if weight.integer("group_size", 32) != 32:
-            raise weight.refusal("group_size", "32")
-        return fp4("mxfp4", "quark")
+        integer_among(weight, "group_size", (32,), 32)
+        asked = 8 if inputs.text("dtype", "").startswith("fp8") else 4
+        return fp4("mxfp4", "quark", asked if inputs else 0)
     if dtype == "fp8_e4m3" and scheme in ("per_group", "per_block"):
         return _quark_blocks(weight, inputs, scheme)
     scale = one_of(weight, "qscheme", ("per_tensor", "per_channel"), scheme).removeprefix("per_")

@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
-    KEEPS_16,
-    bits_among,
     checked_pattern,
     fp4,
     fp8,
+    integer_among,
     integers,
     objects,
     one_of,
@@ -51,7 +50,7 @@ def _awq(own: Fields) -> LinearFormat:
     group = "group_size" if "group_size" in own.values else "q_group_size"
     zero_point = own.flag("zero_point", True)
     return integers(
-        "awq", bits_among(own, bits, (4,), 4), size_of_groups(own, group, 128), zero_point, zero_point=zero_point
+        "awq", integer_among(own, bits, (4,), 4), size_of_groups(own, group, 128), zero_point, zero_point=zero_point
     )
 
 
@@ -76,7 +75,7 @@ def gptq(fields: Fields) -> CheckpointFormat:
 
 def _gptq(own: Fields) -> LinearFormat:
     """Return the format of the linears with these fields."""
-    bits, group_size = bits_among(own, "bits", (2, 3, 4, 8)), size_of_groups(own, "group_size", 128)
+    bits, group_size = integer_among(own, "bits", (2, 3, 4, 8)), size_of_groups(own, "group_size", 128)
     symmetric, act_order = own.flag("sym", True), own.flag("desc_act")
     return integers(
         "gptq", bits, group_size, not symmetric, act_order=act_order, symmetric=symmetric,
@@ -126,12 +125,10 @@ def auto_round(fields: Fields) -> CheckpointFormat:
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
     names = [block.strip() for block in fields.changed({"blocks": blocks}).texts("blocks")]
-    fewer = default.format.bits == 4 and fields.integer("act_bits", 16) < 16
-    notes = (KEEPS_16.format(fields.integer("act_bits"), 4),) if fewer else ()
     if names:
         of_blocks = tuple((f"re:{re.escape(block)}", default) for block in names)
-        return CheckpointFormat("auto-round", UNQUANTIZED, (*extra, *of_blocks), notes)
-    return CheckpointFormat("auto-round", default, (*extra, (HEAD, UNQUANTIZED)), notes)
+        return CheckpointFormat("auto-round", UNQUANTIZED, (*extra, *of_blocks))
+    return CheckpointFormat("auto-round", default, (*extra, (HEAD, UNQUANTIZED)))
 
 
 def _kind(own: Fields) -> str:
@@ -177,23 +174,19 @@ def _rounded(own: Fields, packing: str) -> LinearFormat:
 
 def _float(own: Fields) -> LinearFormat:
     """Return the format of AutoRound's floats, whose tensors have compressed-tensors' names."""
-    kind, rounds = _kind(own), own.integer("act_bits", 16) < 16
+    kind, asked = _kind(own), own.integer("act_bits", 16)
+    rounds = asked < 16
     if kind == "nv_fp":
-        bits_among(own, "bits", (4,))
-        _exactly(own, "group_size", 16)
-        return fp4("nvfp4", "auto-round")
+        integer_among(own, "bits", (4,))
+        integer_among(own, "group_size", (16,), 16)
+        return fp4("nvfp4", "auto-round", asked)
     if kind == "mx_fp":
-        _exactly(own, "group_size", 32)
-        if bits_among(own, "bits", (4, 8)) == 4:
-            return fp4("mxfp4", "compressed-tensors")
+        integer_among(own, "group_size", (32,), 32)
+        if integer_among(own, "bits", (4, 8)) == 4:
+            return fp4("mxfp4", "compressed-tensors", asked)
         return fp8("block", "block" if rounds else "none", block=(1, 32))
-    bits_among(own, "bits", (8,))
+    integer_among(own, "bits", (8,))
     if isinstance(own.values.get("group_size"), list):
         return fp8("block", "block" if rounds else "none", "weight_scale_inv", positive_pair(own, "group_size"))
     size_of_groups(own, "group_size", 0)
     return fp8("channel", ("token" if own.flag("act_dynamic", True) else "tensor") if rounds else "none")
-
-
-def _exactly(own: Fields, name: str, size: int) -> None:
-    if own.integer(name, size) != size:
-        raise own.refusal(name, str(size))

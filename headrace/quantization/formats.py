@@ -6,7 +6,7 @@ config.json spells it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.errors import ConfigError
@@ -104,6 +104,8 @@ class LinearFormat:
     """a key of table.SCHEMES"""
     settings: tuple[tuple[str, Setting], ...] = ()
     """keyword arguments of the function that makes the scheme, sorted by name"""
+    asked_bits: int = field(default=0, compare=False)
+    """of activations, for which config.json asks and which keep 16 here; 0: it asks for nothing else"""
 
     def __str__(self) -> str:
         """Return `int4 (group_size 64, ...)`."""
@@ -121,7 +123,8 @@ def linear_format(format: WeightFormat, layout: str, **settings: Setting) -> Lin
 
 def rounded(name: str) -> LinearFormat:
     """Return how the linears of an unquantized checkpoint are held that is rounded to a format of MADE_AT_LOAD."""
-    return linear_format(FORMATS[name], "rounded", per_channel=name == "ptpc_fp8")
+    scale = "channel" if name == "ptpc_fp8" else "tensor"
+    return linear_format(FORMATS[name], "fp8_stored", scale=scale, made_at_load=True)
 
 
 def find_format(name: str) -> WeightFormat:

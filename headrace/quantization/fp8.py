@@ -198,11 +198,6 @@ def _odd_sizes(spec: LinearSpec) -> str:
     return f"{' and '.join(odd)}, not a multiple of {multiple}" if odd else ""
 
 
-def fp8(format: WeightFormat, per_channel: bool) -> Scheme:
-    """Return a new scheme for weights made at load, with a scale an output if `per_channel`, else a scale a tensor."""
-    return stored(format, "fp8", "channel" if per_channel else "tensor", made_at_load=True)
-
-
 def stored(
     format: WeightFormat,
     numbers: Literal["fp8", "int8"],

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.coded import CodedWeight
-from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, note_type, noted_type
+from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, noted_type, store_scales
 from headrace.quantization.smoothing import NAME as SMOOTHING
 from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
 from headrace.quantization.spellings import INTERLEAVED, Axis, Spelling, unpack_words
@@ -89,7 +89,7 @@ class CodedLayout:
         for index, part in enumerate(spec.parts):
             for name, slot in self._slots_of(part):
                 held = weights[f"{index}.{name}"]
-                store = partial(_store_scales, held, weights["scale_types"][index]) if slot.as_stored else None
+                store = partial(store_scales, held, weights["scale_types"][index]) if slot.as_stored else None
                 yield part, name, replace(slot, destination=held, store=store)
             if self.spelling.groups and not self.group_size:  # all zeros
                 types = ("I32", "I64")
@@ -344,11 +344,6 @@ class CodedLayout:
         bits, values = self.kept_bits, self.spelling.values
         held = CodedWeight(part.codes, scales, zeros, factors, bits=bits, values=values, group_size=size)
         return held.dequantize(part.dtype)
-
-
-def _store_scales(place: Tensor, kind: Tensor, scales: Tensor) -> None:
-    place.copy_(scales)
-    note_type(kind, scales)
 
 
 def _stacked(parts: list[Tensor], rows: int, fill: int = 0) -> Tensor:

@@ -292,12 +292,21 @@ SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """types of scales in a checkpoint, to which tools round what they widen; the others count as the first"""
 
 
-def note_type(place: Tensor, scales: Tensor) -> None:
-    """Keep in `place`, uint8, in which of SCALE_TYPES a checkpoint has `scales`."""
-    place.fill_(SCALE_TYPES.index(scales.dtype) if scales.dtype in SCALE_TYPES else 0)
+def store_scales(
+    place: Tensor,
+    kind: Tensor | None,
+    values: Tensor,
+    factor: float = 1.0,
+    pick: Callable[[Tensor], Tensor] = lambda scales: scales,
+) -> None:
+    """Write what `pick` makes of a checkpoint's scales, times `factor`, and into `kind`, uint8, in which of SCALE_TYPES
+    they are there."""
+    if kind is not None:
+        kind.fill_(SCALE_TYPES.index(values.dtype) if values.dtype in SCALE_TYPES else 0)
+    place.copy_(pick(values.to(place.device).float())).mul_(factor)
 
 
 def noted_type(places: Tensor) -> torch.dtype:
-    """Return the type that `note_type` has kept in all `places`; float32, which holds all others, if they differ."""
+    """Return the type that `store_scales` has kept in all `places`; float32, which holds all others, if they differ."""
     found = places.unique().tolist()
     return SCALE_TYPES[found[0] if len(found) == 1 else 0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import LEAST_GROUP, Rounding, quantize_per_token_reference
-from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, note_type, noted_type
+from headrace.quantization.scheme import E8M0, FLOATS, LinearSpec, Part, Slot, Weights, noted_type, store_scales
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 Numbers = Literal["fp8", "fp8 blocks", "int8"]
@@ -208,13 +208,15 @@ class StoredLayout:
         more: dict[str, Any] = {"dummy": DUMMY_SCALE[self.numbers], "is_scale": of_floats, "as_stored": True}
         if self.scale != "block":
             mine = scales[rows_of(part)]
-            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor, kind, Tensor.flatten), **more)
+            return _slot_of_outputs(
+                part, mine, partial(store_scales, mine, kind, factor=factor, pick=Tensor.flatten), **more
+            )
         height, width = self.block
         step = self.held_block(spec)[0]
         first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
         source = _blocks(rows, height), _blocks(columns, width)
         mine, places = scales[first : first + count], range(rows.start, rows.start + step * count, step)
-        store = partial(_store_scales, mine, factor, kind, partial(_of_rows, places, height, source[1]))
+        store = partial(store_scales, mine, kind, factor=factor, pick=partial(_of_rows, places, height, source[1]))
         high, wide = -(-part.shape[0] // height), -(-part.shape[1] // width)
         shapes = ((high, 1, wide, 1), *([()] if high == wide == 1 else []))  # ModelOpt's
         return Slot((high, wide), source, mine, store=store, stored=(*FLOATS, *E8M0), shapes=shapes, **more)
@@ -222,7 +224,7 @@ class StoredLayout:
     def _number_slot(self, name: str, place: Tensor) -> Slot:
         stored = INTEGERS if name == "input_zero_point" else FLOATS
         dummy = DUMMY_INPUT_SCALE[self.numbers] if name == "input_scale" else 0.0
-        store = partial(_store_scales, place, 1.0, None, Tensor.flatten)
+        store = partial(store_scales, place, None, pick=Tensor.flatten)
         optional, shapes = name == "input_scale_ub", ((), (1, 1))
         return Slot(
             (1,), (slice(0, 1),), place, optional, store, torch.float32, stored, shapes=shapes, dummy=dummy,
@@ -297,15 +299,6 @@ def _must_be_zero(name: str, values: Tensor) -> None:
     if bool(values.count_nonzero()):
         largest = float(values.abs().amax())
         raise CheckpointError(f"{name} of int8 weights is up to {largest:g}; accepted: 0, or none")
-
-
-def _store_scales(
-    place: Tensor, factor: float, kind: Tensor | None, pick: Callable[[Tensor], Tensor], values: Tensor
-) -> None:
-    """Write what `pick` makes of a checkpoint's scales, and their type into `kind`."""
-    if kind is not None:
-        note_type(kind, values)
-    place.copy_(pick(values.to(place.device).float())).mul_(factor)
 
 
 def _of_rows(rows: range, height: int, columns: slice, values: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ SCHEMES = {
     "plain": ("unquantized", "unquantized"),
     "mxfp4": ("packed", "floats:mxfp4"),
     "nvfp4": ("packed", "floats:nvfp4"),
-    "rounded": ("fp8", "fp8"),
     "fp8_stored": ("fp8", "stored:fp8"),
     "int8": ("fp8", "stored:int8"),
     **{layout: ("packed", f"integers:{layout}") for layout in _INTEGERS},

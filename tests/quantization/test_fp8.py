@@ -22,8 +22,8 @@ from headrace.layers.norm import RMSNorm
 from headrace.mixers import Attention
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
-from headrace.quantization import fp8, stored
-from headrace.quantization.formats import FORMATS, UNQUANTIZED, rounded
+from headrace.quantization import stored
+from headrace.quantization.formats import UNQUANTIZED, rounded
 from headrace.quantization.scheme import Scheme
 from headrace.quantization.table import make_scheme, resolve_format
 
@@ -145,11 +145,9 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
     ("inputs", "outputs", "said"), [(100, 64, "100 inputs"), (64, 40, "40 outputs"), (8, 8, "and")]
 )
 def test_sizes_that_fp8_cannot_take_are_refused(inputs: int, outputs: int, said: str) -> None:
-    spec = RowParallelLinear(inputs, outputs, ALONE, torch.float32, False).spec
-    assert said in fp8.fp8(FORMATS["fp8"], True).product.refusal(spec)
-    assert (
-        fp8.fp8(FORMATS["fp8"], True).product.refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
-    )
+    product = make_scheme(rounded("ptpc_fp8")).product
+    assert said in product.refusal(RowParallelLinear(inputs, outputs, ALONE, torch.float32, False).spec)
+    assert product.refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -219,7 +217,8 @@ def test_names_of_formats() -> None:
     for typed, name in {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}.items():
         entry = resolve_format(plain, typed)
         linear = entry.format_for("model.layers.0.mlp.down_proj")
-        assert (linear.format.name, linear.settings) == (name, (("per_channel", name == "ptpc_fp8"),))
+        scale = "channel" if name == "ptpc_fp8" else "tensor"
+        assert (linear.format.name, dict(linear.settings)) == (name, {"made_at_load": True, "scale": scale})
         assert entry.format_for("lm_head") == UNQUANTIZED
         config, decisions = decide_before_load(EngineConfig(quantization=typed), plain, "cpu")
         assert config.quantization == name
