@@ -53,11 +53,11 @@ def gemma3(c: Fields) -> Described:
 
 
 def gemma4(c: Fields) -> Described:
-    """Describe the Gemma 4 of 31B, and with experts beside the dense feed-forward that of 26B: layers that see all keys
-    have heads of another size, may project values by the weights of keys, and turn a quarter of each head."""
-    for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        if c.integer(name, default, 0):
-            raise c.refusal(name, "0")
+    """Describe the Gemma 4 of 12B and 31B, and with experts beside the dense feed-forward that of 26B: layers that see
+    all keys have heads of another size, may project values by the weights of keys, and turn a quarter of each head."""
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if c.values.get(name):
+            raise c.refusal(name, "0 or null")
     if c.text("use_bidirectional_attention", "") == "all":
         raise c.refusal("use_bidirectional_attention", "null or vision")
     norm, bias, same = rms_norm(c), c.flag("attention_bias"), c.flag("attention_k_eq_v")
@@ -152,4 +152,6 @@ GEMMA3: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+GEMMA4: dict[str, Any] = {**GEMMA_DEFAULTS, "hidden_size_per_layer_input": 256}
+GEMMA4_UNIFIED: dict[str, Any] = {**GEMMA_DEFAULTS, "sliding_window": 1024}
 """Values of fields that Gemma's config.json leaves out"""

@@ -54,7 +54,8 @@ REFUSED = {
     "DbrxForCausalLM": ": the rows of all experts lie behind each other in one tensor, which nothing here takes apart",
     **dict.fromkeys(
         ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
-        ": whether the factor of its text part's logits counts is not agreed upon",
+        ": transformers leaves out the factor of its text part's logits, others do not, and so what is sampled is not "
+        "agreed upon",
     ),
     "MiMoV2FlashForCausalLM": ": its values are smaller than its keys, which no cache here holds",
     "LongcatFlashForCausalLM": ": some of its experts return their input, which no kernel here does",
@@ -65,10 +66,6 @@ REFUSED = {
     **dict.fromkeys(
         ("Gemma3nForConditionalGeneration", "Gemma3nForCausalLM"),
         ": its layers add embeddings of their own, keep several residuals, and share keys and values",
-    ),
-    **dict.fromkeys(
-        ("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM"),
-        ": its layers add embeddings of their own or share keys and values",
     ),
 }  # fmt: skip
 """architecture -> why it is not served, as the end of a sentence"""

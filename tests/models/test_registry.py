@@ -36,6 +36,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"]}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -177,6 +178,12 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
         ({"use_sliding_window": True, "sliding_window": -8}, "`sliding_window` is -8; must be an integer from 1"),
         ({"max_window_layers": "all"}, '`max_window_layers` is "all"; must be an integer from 0'),
         ({"dtype": "float8_e4m3fn"}, "`dtype` is 'float8_e4m3fn'; accepted: float16"),
+        (GEMMA4, "`hidden_size_per_layer_input` is 256; must be 0 or null"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "`num_kv_shared_layers` is 2; must"),
+        (
+            GEMMA4 | {"hidden_size_per_layer_input": None, "use_bidirectional_attention": "all"},
+            '`use_bidirectional_attention` is "all"; must be null or vision',
+        ),
         ({"quantization_config": {"quant_method": "gguf"}}, "'gguf' is not served; served: compressed-tensors, fp8"),
     ],
 )

@@ -51,6 +51,7 @@ ALIKE = {
     "MistralLarge3ForCausalLM", "CwmForCausalLM",
     "Jais2ForCausalLM", "SolarOpenForCausalLM", "ExaoneMoeForCausalLM", "MellumForCausalLM", "FlexOlmoForCausalLM",
     "MiniCPMForCausalLM", "MiniCPM3ForCausalLM", "AXK1ForCausalLM", "VaultGemmaForCausalLM", "MiMoForCausalLM",
+    "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration",
     "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "GPTJForCausalLM", "FalconForCausalLM", "InternLM2ForCausalLM",
     "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "VipLlavaForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_fields import ALPHA_ROPE, GEMMA4, GRANITE, LLAMA3_ROPE, ODD, OLMO3_ROPE, YARN_ROPE
+from tiny_fields import ALPHA_ROPE, GEMMA4, GRANITE, LLAMA3_ROPE, ODD, OLMO3_ROPE, UNIFIED, YARN_ROPE
 
 DENSE: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
@@ -63,6 +63,7 @@ DENSE: dict[str, dict[str, dict[str, Any]]] = {
         "keys-are-values": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
         "own-values": GEMMA4 | {"final_logit_softcapping": 2.0},
     },
+    "Gemma4UnifiedForCausalLM": {"one-global-head": UNIFIED | {"num_global_key_value_heads": 1}},
     "CohereForCausalLM": {
         "qk-norm": ODD | {"use_qk_norm": True, "logit_scale": 0.3},
         "plain-untied": ODD | {"tie_word_embeddings": False, "attention_bias": True},

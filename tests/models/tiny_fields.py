@@ -87,11 +87,12 @@ LLAMA4 = ODD | {
     "floor_scale": 8,
     "attn_scale": 0.4,
 }
-GEMMA4 = ODD | {
+UNIFIED = ODD | {
     "num_hidden_layers": 4,
     "head_dim": 24,
     "global_head_dim": 32,
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
 }
+GEMMA4 = UNIFIED | {"attention_k_eq_v": False, "hidden_size_per_layer_input": 0}

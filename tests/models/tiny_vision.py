@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_fields import DELTA, GEMMA4, LATENT, LLAMA4, ODD, QWEN_EXPERTS, YARN_ROPE
+from tiny_fields import DELTA, GEMMA4, LATENT, LLAMA4, ODD, QWEN_EXPERTS, UNIFIED, YARN_ROPE
 
 VISION = {
     "hidden_size": 16,
@@ -39,6 +39,9 @@ MORE_THAN_TEXT: dict[str, dict[str, dict[str, Any]]] = {
         "experts": GEMMA4
         | {"attention_k_eq_v": True, "vision_config": VISION, "outer": {"audio_config": None}}
         | {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24},
+    },
+    "Gemma4UnifiedForConditionalGeneration": {
+        "text": UNIFIED | {"vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 4}, "outer": {"audio_config": None}},
     },
     "Mistral3ForConditionalGeneration": {
         "text": ODD
