@@ -54,9 +54,12 @@ def read_first(reader: Reader, format: ReasoningFormat, is_open: bool | None) ->
 
 
 def read_open(reader: Reader, format: ReasoningFormat) -> Steps[None]:
-    """Read the rest of reasoning, and over the markup that ends it."""
-    close = markers(*format.close)
-    found = yield from reader.pass_on(markers(*format.close, *format.call_openers), Reasoning, strict=True)
+    """Read the rest of reasoning, and over the markup that ends it. What begins it says nothing here."""
+    close, found = markers(*format.close), format.open[0]
+    while found in format.open:
+        found = yield from reader.pass_on(
+            markers(*format.open, *format.close, *format.call_openers), Reasoning, strict=True
+        )
     if found in format.call_openers:
         text, closed = yield from reader.until(close)
         if closed:

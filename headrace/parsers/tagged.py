@@ -217,7 +217,8 @@ class TaggedCalls:
         """Whether a marker within a value ends it.
 
         A closing tag does if the text goes on as it must after a parameter: a value may speak of such tags. Where the
-        closing tag is missing, the call's end does, or the next parameter's name; these are then unread.
+        closing tag is missing, the call's end does, the section's at the end of the text, or the next parameter's name;
+        these are then unread.
         """
         if self.element_mark:
             if mark in (self.close, self.name_open, self.section_close):
@@ -231,8 +232,9 @@ class TaggedCalls:
                 yield from reader.ahead(lambda text, at, closed: _goes_on(text, at, closed, following))
             )
         reader.back(mark)
-        if mark.endswith(self.close):
-            after = tuple(filter(None, (self.section_close, self.name_open)))
+        closed_by = mark.removeprefix("\n")
+        if closed_by in (self.close, self.section_close):
+            after = tuple(filter(None, (self.section_close, self.name_open))) if closed_by == self.close else ()
             ends = yield from reader.ahead(lambda text, at, closed: _goes_on(text, at + len(mark), closed, after))
         else:
             ends = yield from reader.ahead(
@@ -277,7 +279,7 @@ class TaggedCalls:
         if self.element_mark:
             tags = (self._element(f"/{key}"), self._element(key)) if nested else (self._element(f"/{key}"),)
             return Markers(*tags, self.close, self.name_open, self.section_close)
-        ends = [self.value_close, self.close]
+        ends = [self.value_close, self.close, *filter(None, [self.section_close])]
         if self.newlines:
             ends += ["\n" + end for end in ends]
         return markers(*ends, self.key_open, "\n" + self.key_open)

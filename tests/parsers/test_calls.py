@@ -168,6 +168,11 @@ TAGGED: list[tuple[str, str]] = [
 WEATHER = json_calls.WEATHER_TEXT
 F = ("f", {"a": "x"})
 MISSING: list[tuple[str, str, tuple[str, dict[str, Any]]]] = [
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx </tool_call> y\n</tool_call>\n",
+        ("f", {"a": "x </tool_call> y"}),
+    ),
     *((name, text, ("f", {"a": "x", "b": "y"})) for name, text in TAGGED),
     *(
         ("gemma4", "<|tool_call>call:f{" + body, F)

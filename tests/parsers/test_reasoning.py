@@ -63,6 +63,11 @@ def test_only_the_first_closing_marker_counts() -> None:
     assert thought("deepseek_r1", "a</think>b</think>c") == Answer("a", "b</think>c")
 
 
+def test_an_opening_marker_within_a_thought_says_nothing() -> None:
+    for name in ("qwen3", "deepseek_r1", "minimax_m2"):
+        assert thought(name, "a<think>b<think></think>c", True) == Answer("ab", "c")
+
+
 def test_content_may_speak_of_thinking() -> None:
     assert thought("qwen3", "<think>a</think>Write <think> first.") == Answer("a", "Write <think> first.")
     assert thought("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E[/THINK]") == Answer("bd", "ACE")
