@@ -9,12 +9,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.attention.spec import AttentionSpec
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig
 from headrace.model_spec import HeadSpec, ModelSpec
 from headrace.models.registry import served_entry
-from headrace.models.served import describe, read_served_config
+from headrace.models.served import attention_specs, describe, read_served_config
 from headrace.speculation import DRAFT_MODEL, EAGLE, EAGLE3, MTP, NGRAM, Speculation
 
 NAMES = (("model.", ""), ("midlayer.", "layers.0."))
@@ -54,6 +56,22 @@ def describe_draft(speculation: Speculation | None, model: ModelConfig) -> Model
             "what was guessed wrong; accepted: models of attention alone"
         )
     return spec
+
+
+def start_specs(config: EngineConfig, model: ModelConfig, device_type: str) -> tuple[AttentionSpec | None, ...]:
+    """Return what each layer of a start needs of attention on one rank: those of the model, then those that guess.
+    Raises as `describe_draft` and `attention_specs` do."""
+    draft = describe_draft(config.speculation, model)
+    return attention_specs(
+        model,
+        tp_size=config.tensor_parallel_size,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device_type=device_type,
+        batch_invariant=config.batch_invariant,
+        kv_cache_dtype=config.kv_cache_dtype,
+        behind=() if draft is None else draft.layers,
+    )
 
 
 def _own_head(model: ModelConfig) -> HeadSpec:

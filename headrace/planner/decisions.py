@@ -13,8 +13,8 @@ from headrace.attention.table import Selection, select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.models.drafters import describe_draft
-from headrace.models.served import attention_specs, describe
+from headrace.models.drafters import start_specs
+from headrace.models.served import describe
 from headrace.planner.fp8_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.memory_map import CPU_CACHE
@@ -137,7 +137,7 @@ def decide_before_load(
     if "cudagraph_mode" in measured:
         wanted = {"cudagraph_mode": measured["cudagraph_mode"].value}
         graphs = config.replace(compilation_config=config.compilation_config | wanted)
-    attention = _attention(config.replace(**changes), model, device_type)
+    attention = select_backend(start_specs(config.replace(**changes), model, device_type), config.attention_backend)
     if "attention_backend" not in changes:
         decisions.append(backend_decision(attention, config.attention_backend))
     changes["compilation_config"], more = decide_graphs(graphs, device_type, attention.name, attention.full_graphs)
@@ -181,22 +181,6 @@ def backend_decision(chosen: Selection, given: str | None) -> Decision:
     """Say which attention backend was chosen, and why those before it were not."""
     source = "derived" if given is None else "user"
     return Decision("attention_backend", chosen.name, chosen.why, "; ".join(chosen.passed_over), source)
-
-
-def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
-    """The attention backend that the ranks will choose."""
-    draft = describe_draft(config.speculation, model)
-    specs = attention_specs(
-        model,
-        tp_size=config.tensor_parallel_size,
-        block_size=config.block_size,
-        dtype=config.dtype,
-        device_type=device_type,
-        batch_invariant=config.batch_invariant,
-        kv_cache_dtype=config.kv_cache_dtype,
-        behind=() if draft is None else draft.layers,
-    )
-    return select_backend(specs, config.attention_backend)
 
 
 def _batch_invariance(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:

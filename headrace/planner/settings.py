@@ -11,7 +11,7 @@ import msgspec
 from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
-from headrace.models.served import attention_specs
+from headrace.models.drafters import start_specs
 from headrace.planner.decisions import backend_decision
 from headrace.planner.draft_costs import asked_costs
 from headrace.planner.engines import graph_decision, served_config, vllm_backend
@@ -206,14 +206,13 @@ def _attention_backend(scenario: Scenario, tp: int) -> Decision:
         return vllm_backend(scenario.shape, scenario.chip)
     if scenario.model_gaps():
         return Decision(field, "none", "headrace cannot serve the model yet")
-    specs = attention_specs(
-        served_config(scenario.config.config),
-        tp_size=tp,
+    start = EngineConfig(
+        tensor_parallel_size=tp,
         block_size=scenario.block_size,
         dtype=scenario.dtype.value,
-        device_type=scenario.chip.device_type,
         kv_cache_dtype=scenario.kv_cache.value,
     )
+    specs = start_specs(start, served_config(scenario.config.config), scenario.chip.device_type)
     return backend_decision(select_backend(specs, given), given)
 
 

@@ -33,9 +33,9 @@ from headrace.lora import LoRARequest
 from headrace.model_config import ModelConfig
 from headrace.model_spec import HeadSpec
 from headrace.models.adapters import adapted_linears
-from headrace.models.drafters import describe_draft
+from headrace.models.drafters import describe_draft, start_specs
 from headrace.models.loader import load_model, multiplied_weights
-from headrace.models.served import attention_specs, describe
+from headrace.models.served import describe
 from headrace.process import trim_heap
 from headrace.runner.adapters import AdapterStore
 from headrace.runner.drafting import load_draft, make_drafter
@@ -150,16 +150,7 @@ class Worker:
         described = describe(model_config).keeping(config.decode_len)
         draft = describe_draft(config.speculation, model_config)
         behind = () if draft is None else draft.layers
-        specs = attention_specs(
-            model_config,
-            tp_size=config.tensor_parallel_size,
-            block_size=config.block_size,
-            dtype=config.dtype,
-            device_type=self.device.type,
-            batch_invariant=config.batch_invariant,
-            kv_cache_dtype=config.kv_cache_dtype,
-            behind=behind,
-        )
+        specs = start_specs(config, model_config, self.device.type)
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
         everything = replace(described, layers=(*described.layers, *behind))
         chosen = select_backend(specs, config.attention_backend)

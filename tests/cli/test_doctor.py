@@ -113,4 +113,4 @@ def test_a_model_size_that_is_none(machine: MadeUp) -> None:
 
 def test_a_model_size_reaches_the_checks(machine: MadeUp, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model-size", "9TB"]) == 1
-    assert "8382 GiB of weights do not fit" in capsys.readouterr().out
+    assert "8382 GiB of weights have to be there already" in capsys.readouterr().out

@@ -35,8 +35,7 @@ CHECKS: dict[str, Callable[[Survey], Iterator[Finding]]] = {
     "cpu-governor": host.check_governor,
     "host-memory": host.check_host_memory,
     "variables": check_variables,
-    "hub-cache": storage.check_hub_cache,
-    "kernel-cache": storage.check_kernel_caches,
+    "caches": storage.check_caches,
 }
 ORDER = list(Severity)
 

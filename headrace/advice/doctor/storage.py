@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.advice.doctor.finding import Finding, ok, unknown
 from headrace.advice.doctor.gpu import GIB, gib
@@ -11,8 +12,6 @@ from headrace.advice.doctor.machine import Machine
 from headrace.advice.doctor.survey import Survey
 from headrace.environment import cache_folder
 
-SMALL_DISK = 40 * GIB
-"""An 8B model in bf16 takes 16 GB, a 70B one 141 GB."""
 FULL_DISK = 5 * GIB
 KERNEL_SPACE = GIB
 NETWORK = ("nfs", "cifs", "smb", "fuse.", "lustre", "ceph", "glusterfs", "beegfs", "9p", "gpfs")
@@ -41,61 +40,57 @@ def _home(machine: Machine, path: str) -> Path:
     return Path(path)
 
 
-def check_hub_cache(survey: Survey) -> Iterator[Finding]:
+class Cache(NamedTuple):
+    """Describes a cache that has a folder."""
+
+    id: str
+    folder: Path
+    variable: str
+    """It names another folder."""
+    room: int
+    """Bytes below which the cache is of no use."""
+    cost: str
+    """What it costs to do without."""
+
+
+def caches(survey: Survey) -> list[Cache]:
+    """Return the caches of models, of compiled kernels and of measurements."""
+    machine, room = survey.machine, FULL_DISK
+    models = "Models are fetched into it: in bf16 an 8B one takes 16 GB, a 70B one 141 GB."
+    if survey.model_bytes is not None:
+        room, models = survey.model_bytes, f"{gib(survey.model_bytes)} of weights have to be there already."
+    kernels = "Kernels are compiled again at each start."
+    measured = "Choices that are measured once a machine are measured again at each start."
+    return [
+        Cache("hub-cache", hub_folder(machine), "HF_HOME", room, models),
+        Cache("kernel-cache", kernel_folder(machine), "TRITON_CACHE_DIR", KERNEL_SPACE, kernels),
+        Cache("measurements", cache_folder(machine.environment), "HEADRACE_CACHE", KERNEL_SPACE, measured),
+    ]
+
+
+def check_caches(survey: Survey) -> Iterator[Finding]:
+    """Verify that each cache has a disk to write to, with room, near, and not lost with a container."""
     machine = survey.machine
-    folder = hub_folder(machine)
-    place, free = _nearest(machine, folder)
-    if free is None:
-        yield unknown(f"{folder}: free space cannot be read")
-        return
-    seen = f"{folder}: {gib(free)} free"
-    if not machine.may_write(place):
-        yield survey.finding("hub-closed", folder=folder)
-    elif survey.model_bytes is not None and free < survey.model_bytes:
-        yield survey.finding("hub-too-small", seen=seen, weights=gib(survey.model_bytes))
-    elif survey.model_bytes is None and free < SMALL_DISK:
-        yield survey.finding("hub-full" if free < FULL_DISK else "hub-small", seen=seen)
-    elif (kind := _filesystem(machine, place)).startswith(NETWORK):
-        yield survey.finding("hub-over-network", seen=seen, kind=kind)
-    elif kind == "tmpfs":
-        yield survey.finding("hub-in-memory", seen=seen)
-    elif kind == "overlay" and survey.container:
-        yield survey.finding("hub-in-container", seen=seen, parent=folder.parent)
-    else:
-        yield ok(seen)
+    for cache in caches(survey):
+        place, free = _nearest(machine, cache.folder)
+        if free is None:
+            yield unknown(f"{cache.folder}: free space cannot be read", id=cache.id)
+            continue
+        kind, text = _filesystem(machine, place), ""
+        if not machine.may_write(place):
+            text = "cache-closed"
+        elif free < cache.room:
+            text = "cache-full"
+        elif kind.startswith(NETWORK):
+            text = "cache-over-network"
+        elif kind == "tmpfs" or (kind == "overlay" and survey.container and survey.checked_gpus):
+            text = "cache-passing"
+        if text:
+            yield survey.finding(text, **cache._asdict(), free=gib(free), kind=kind)
+        else:
+            yield ok(f"{cache.folder}: {gib(free)} free", id=cache.id)
     if machine.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
         yield survey.finding("hub-offline", id="HF_HUB_OFFLINE")
-
-
-def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
-    machine = survey.machine
-    caches = {
-        "kernel-cache": (kernel_folder(machine), "TRITON_CACHE_DIR", "Kernels are compiled again at each start."),
-        "measurements": (
-            cache_folder(machine.environment),
-            "HEADRACE_CACHE",
-            "Choices that are measured once a machine are measured again at each start.",
-        ),
-    }
-    lost = []
-    for id, (folder, variable, cost) in caches.items():
-        place, free = _nearest(machine, folder)
-        if free is None:
-            yield unknown(f"{folder}: free space cannot be read", id=id)
-        elif not machine.may_write(place):
-            yield survey.finding("kernels-closed", id=id, folder=folder, cost=cost, variable=variable)
-        elif free < KERNEL_SPACE:
-            yield survey.finding("kernels-full", id=id, folder=folder, free=gib(free), cost=cost, variable=variable)
-        elif (kind := _filesystem(machine, place)).startswith(NETWORK):
-            yield survey.finding("kernels-over-network", id=id, folder=folder, kind=kind, variable=variable)
-        elif kind == "overlay" and survey.container and survey.checked_gpus:
-            lost.append((id, folder))
-        else:
-            yield ok(str(folder), id=id)
-    if lost:
-        volumes = " ".join(f"-v headrace-{id}:{folder}" for id, folder in lost)
-        seen = " and ".join(str(folder) for _, folder in lost)
-        yield survey.finding("kernels-in-container", id=lost[0][0], seen=seen, volumes=volumes)
 
 
 def _nearest(machine: Machine, folder: Path) -> tuple[Path, int | None]:

@@ -13,7 +13,7 @@ from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.models.served import attention_specs
+from headrace.models.drafters import start_specs
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.graphs import GRAPH_KEYS
@@ -124,14 +124,6 @@ def _nearest(values: list[int], here: int, enough: int) -> list[int]:
 
 
 def _backends(plan: EngineConfig, model: ModelConfig) -> list[str]:
-    specs = attention_specs(
-        model,
-        tp_size=plan.tensor_parallel_size,
-        block_size=plan.block_size,
-        dtype=plan.dtype,
-        device_type=plan.device,
-        batch_invariant=plan.batch_invariant,
-        kv_cache_dtype=plan.kv_cache_dtype,
-    )
+    specs = start_specs(plan, model, plan.device)
     chosen = select_backend(specs).name
     return [entry.name for entry in BACKENDS if entry.name != chosen and not reasons_against(entry, specs)]
