@@ -37,15 +37,10 @@ EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
 """beside a reference in float32"""
 
 
-def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
+def _normed(of_kernel: Callable[[Inputs, int, Tensor], Cases], make: Inputs, rows: int, hidden: int) -> Cases:
     """By a weight of the same type as the numbers, and by one in float32."""
     for weight in (make.random(hidden), make.random(hidden).float() * 1.001):
-        yield from cases.rms_norm(make, rows, weight)
-
-
-def _added_up(make: Inputs, rows: int, hidden: int) -> Cases:
-    for weight in (make.random(hidden), make.random(hidden).float() * 1.001):
-        yield from cases.add_up(make, rows, weight)
+        yield from of_kernel(make, rows, weight)
 
 
 def _layer_normed(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -54,15 +49,11 @@ def _layer_normed(make: Inputs, rows: int, hidden: int) -> Cases:
         yield from cases.layer_norm(make, rows, hidden, *held)
 
 
-def _qk_squares(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
-    return cases.qk_squares(make, rows, (heads, kv_heads), dim)
-
-
-def _qk_normed(make: Inputs, rows: int, heads: int, kv_heads: int, dim: int) -> Cases:
+def _qk_normed(make: Inputs, rows: int, heads: tuple[int, int], dim: int) -> Cases:
     """Each head, about its mean and not, and all heads as one vector."""
-    weight = make.random(heads + kv_heads, dim)
+    weight = make.random(sum(heads), dim)
     for centered, wide in ((True, False), (False, False), (False, True)):
-        yield from cases.qk_norm(make, rows, weight, (heads, kv_heads), EPS, centered, wide)
+        yield from cases.qk_norm(make, rows, weight, heads, EPS, centered, wide)
 
 
 def _activated(make: Inputs, rows: int, width: int) -> Cases:
@@ -297,11 +288,10 @@ def _sizes(given: Any) -> Any:
 
 
 _CASES: dict[str, Callable[..., Cases]] = {
-    "rms_norm": _normed,
+    "rms_norm": partial(_normed, cases.rms_norm),
     "rms_norm_quantized": _normed_fp8,
     "layer_norm": _layer_normed,
-    "add_up": _added_up,
-    "qk_squares": _qk_squares,
+    "add_up": partial(_normed, cases.add_up),
     "qk_norm": _qk_normed,
     "gate_and_mul": _activated,
     "gate_and_mul_quantized": _activated_fp8,

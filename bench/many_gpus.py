@@ -158,21 +158,14 @@ def collectives(options: argparse.Namespace) -> dict[str, Any]:
     same with residual and norm, "send": ..., "exchange": ...}; with -nccl behind: NCCL's alone, with -one: in one shot,
     with -FP, -INT8 and so on: in two. "faster_from": see `break_even`. "error", if there is one, says what own sums got
     wrong."""
-    ranks = range(options.gpus)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.gpus) as pool:
         command = [sys.executable, __file__, "--rank-of", f"{folder}/meet", "--gpus", str(options.gpus)]
         command += ["--smoke"] if options.smoke else []
         environment = child_environment(TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-        runs = pool.map(
-            lambda rank: subprocess.run(
-                [*command, "--rank", str(rank)], capture_output=True, text=True, env=environment
-            ),
-            ranks,
-        )
-        done = list(runs)
-    for run in done:
-        if run.returncode:
-            raise RuntimeError(run.stderr[-2000:])
+        run = partial(subprocess.run, capture_output=True, text=True, env=environment)
+        done = list(pool.map(lambda rank: run([*command, f"--rank={rank}"]), range(options.gpus)))
+    if failed := [one.stderr[-2000:] for one in done if one.returncode]:
+        raise RuntimeError(failed[0])
     found: dict[str, Any] = json.loads(done[0].stdout.splitlines()[-1])
     return found
 
@@ -199,11 +192,11 @@ def by_library(own: Any, call: Any) -> None:
 def time_collectives(options: argparse.Namespace) -> None:
     """Be one rank of `collectives`, and print its times."""
     import torch
-    from peer_sums import SIZES, graph_us, in_two_call, norm_call, race
+    from peer_sums import SIZES, graph_us, normed, race
 
     from headrace.distributed.mesh import init_mesh
     from headrace.kernels.cases import Inputs
-    from headrace.kernels.peers import all_reduce
+    from headrace.kernels.peers import all_reduce, all_reduce_in_two
 
     device = torch.device("cpu") if options.smoke else torch.device("cuda", options.rank)
     if device.type == "cuda":
@@ -244,16 +237,17 @@ def time_collectives(options: argparse.Namespace) -> None:
         ways: dict[str, Any] = {"all_reduce": partial(group.all_reduce, x), "exchange": exchange}
         if own is not None:
             make = Inputs(torch.bfloat16, device, tokens)
+            residual, weight = make.random(tokens, HIDDEN), make.random(HIDDEN)
+            ways["all_reduce-nccl"] = partial(own.library, x)
             ways |= {
-                "all_reduce-nccl": partial(own.library, x),
-                "norm-nccl": norm_call(None, tokens, make, own.library),
+                f"all_reduce-{name}": partial(all_reduce_in_two, x, own, bits) for name, bits in QUICK_BITS.items()
             }
-            ways |= {f"all_reduce-{name}": in_two_call(own, tokens, make, bits) for name, bits in QUICK_BITS.items()}
+            ways["norm-nccl"] = partial(normed, residual, x, weight, None, own.library)
             ways["exchange-nccl"] = partial(by_library, own, exchange)
             if x.nbytes <= own.most:
                 ways["all_reduce-one"] = partial(all_reduce, x, own)
             if own.take(x):
-                ways["norm"] = norm_call(own, tokens, make)
+                ways["norm"] = partial(normed, residual, x, weight, own)
         for name, call in ways.items():
             found.setdefault(name, {})[tokens] = microseconds(call) if own is None else graph_us(call)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels import norm, peers
+from headrace.kernels import norm
 from headrace.kernels.cases import EPS, Inputs, relative_error, rows_of_ranks, sums_in_two, sums_over_ranks
 from headrace.kernels.peers import EMPTY, Peers
 
@@ -24,7 +24,6 @@ Sizes = tuple[tuple[int, int], ...]
 SIZES: Sizes = ((1, 8192), (32, 8192), (128, 8192), (3, 4096), (70, 2880), (1, 100), (200, 77), (256, 1024))
 SMOKE_SIZES: Sizes = ((1, 100), (3, 40), (2, 64))
 """(rows, hidden) of a burst's sums"""
-TIMED_HIDDEN = 8192
 MOST_DELAY = 60_000
 """clock cycles, some 30 us"""
 CALLS = 200
@@ -139,24 +138,9 @@ def graph_us(call: Callable[[], Any]) -> float:
     return statistics.median(times[2:])
 
 
-def norm_call(
-    own: Peers | None, rows: int, make: Inputs, library: Callable[[Tensor], Tensor] | None = None
-) -> Callable[[], Any]:
-    """Return what sums `rows` x TIMED_HIDDEN over the ranks, by `own` or by a `library`, if there is one, adds the
-    residual and norms."""
-    x, weight = make.random(rows, TIMED_HIDDEN), make.random(TIMED_HIDDEN)
-    share = torch.zeros_like(x)
-
-    def call() -> Tensor:
-        return norm.rms_norm(norm.Unsummed(x, library(share) if library else share, peers=own), weight, EPS)
-
-    return call
-
-
-def in_two_call(own: Peers, rows: int, make: Inputs, bits: int) -> Callable[[], Any]:
-    """Return what sums `rows` x TIMED_HIDDEN over the ranks in two shots."""
-    x = make.random(rows, TIMED_HIDDEN).zero_()
-    return lambda: peers.all_reduce_in_two(x, own, bits)
+def normed(x: Tensor, share: Tensor, weight: Tensor, own: Peers | None, library: Any = None) -> Tensor:
+    """Sum shares over the ranks by `own` or by a `library`, if there is one, add the sum to x, and norm that."""
+    return norm.rms_norm(norm.Unsummed(x, library(share) if library else share, peers=own), weight, EPS)
 
 
 def two_streams(smoke: bool) -> dict[str, Any]:
@@ -168,8 +152,7 @@ def two_streams(smoke: bool) -> dict[str, Any]:
     buffers = [torch.empty(count * room, dtype=torch.int16, device=device) for _ in range(count)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
 
-    def make(seed: int) -> Inputs:
-        return Inputs(dtype, device, seed)
+    make = partial(Inputs, dtype, device)
 
     def ranks(most_looks: int) -> list[tuple[Peers, Any]]:
         for buffer in buffers:

@@ -13,7 +13,6 @@ import multiprocessing
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from h200_parts.format_numerics import case as format_case
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from h200_parts.settings import Settings
-from headrace.config import EngineConfig
 from headrace.models.registry import SERVED
 
 PROMPTS = (1, 8, 24)
@@ -98,7 +96,7 @@ def compared(settings: Settings, name: str, changes: dict[str, int]) -> tuple[st
         batches = [
             random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if settings.smoke else None]
         ]
-        found = headrace_logits(settings, folder, batches)
+        made, inside, backend, notes = headrace_logits(settings, folder, batches)
         tokens = [tokens for batch in batches for tokens in batch]
         eager = {"attn_implementation": "eager"}  # what is faster may leave out soft caps
         exact, theirs = (
@@ -107,12 +105,12 @@ def compared(settings: Settings, name: str, changes: dict[str, int]) -> tuple[st
         )
     except Exception as error:  # the other families are still compared
         return title, False, f"{type(error).__name__}: {str(error)[:600]}"
-    ours, allowed = compare(found.sequences, exact).error, compare(theirs, exact).error
-    torch_path = ", ".join(f"{count} x {op}" for op, count in found.inside.items()) if not settings.smoke else ""
+    ours, allowed = compare(made, exact).error, compare(theirs, exact).error
+    torch_path = ", ".join(f"{count} x {op}" for op, count in inside.items()) if not settings.smoke else ""
     said = f"error against fp32 {ours:.2e}, transformers' {allowed:.2e}, ratio {ours / allowed:.2f}; "
-    said += f"torch inside layers: {torch_path or 'none'}; by {found.backend}"
-    said += "".join(f"; {note}" for note in found.notes)
-    return title, ours <= BOUND * allowed and not torch_path and not found.notes, said
+    said += f"torch inside layers: {torch_path or 'none'}; by {backend}"
+    said += "".join(f"; {note}" for note in notes)
+    return title, ours <= BOUND * allowed and not torch_path and not notes, said
 
 
 def write_model(name: str, folder: Path, further: dict[str, int]) -> None:
@@ -138,27 +136,17 @@ def write_model(name: str, folder: Path, further: dict[str, int]) -> None:
     model.save_pretrained(folder)
 
 
-@dataclass
-class Found:
-    """Holds what one model gave."""
-
-    sequences: list[Sequence]
-    inside: Counter[str]
-    """what torch computed inside layers"""
-    backend: str
-    notes: list[str]
-    """what is not as it should be"""
-
-
-def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[int]]]) -> Found:
-    """Return the logits of eager steps in bf16, and whether graphs give their tokens."""
+def headrace_logits(
+    settings: Settings, folder: Path, batches: list[list[list[int]]]
+) -> tuple[list[Sequence], Counter[str], str, list[str]]:
+    """Return the logits of eager steps in bf16, what torch computed inside layers, the attention backend, and what is
+    not as it should be, such as graphs that give other tokens."""
     knobs: dict[str, Any] = {
-        "model": str(folder), "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 32,
-        "max_num_batched_tokens": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 256,
-        "skip_tokenizer_init": True, **settings.place(SHARE),
+        "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 512,
+        "num_gpu_blocks_override": 256,
     }  # fmt: skip
     inside: Counter[str] = Counter()
-    with unmeasured(), stepped_core(EngineConfig(**(knobs | settings.engine)), folder) as core:
+    with unmeasured(), stepped_core(settings, folder, SHARE, **knobs) as core:
         worker: Any = core._executor._worker  # pyrefly: ignore[missing-attribute]
         facts, graphs = core.facts.workers[0], worker.runner.graphs
         notes = [f"{name} demoted" for name in facts.demoted]
@@ -172,4 +160,4 @@ def headrace_logits(settings: Settings, folder: Path, batches: list[list[list[in
             replayed = [one.tokens for one in decode(core, prompts, NEW_TOKENS)]
         unlike = sum(one != other for one, other in zip(eager, replayed, strict=True))
         notes += [f"graphs give other tokens to {unlike} of {len(eager)} requests"] if unlike else []
-        return Found(made, inside, worker.backend.name, notes)
+        return made, inside, worker.backend.name, notes

@@ -16,33 +16,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from h200_parts.settings import Settings
 from headrace.config import EngineConfig
 from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams
-
-
-class RecordingSampler:
-    """Wraps a sampler: keeps the logits of each step, and returns `forced` in place of the sampled tokens, if set."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.logits: list[Tensor] = []
-        self.forced: list[int] | None = None
-        """the next step's tokens"""
-
-    def sample(self, logits: Tensor, *args: Any, **keywords: Any) -> Any:
-        self.logits.append(logits.clone())
-        result = self._sampler.sample(logits, *args, **keywords)
-        if self.forced is None:
-            return result
-        tokens = torch.tensor(self.forced, dtype=result.token_ids.dtype, device=logits.device)
-        return dataclasses.replace(result, token_ids=tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +35,15 @@ class Sequence:
 
 
 @contextlib.contextmanager
-def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
-    """Build a core in this process, after freeing the memory of the one before."""
+def stepped_core(settings: Settings, folder: Path, share: float = 0.5, **knobs: Any) -> Iterator[EngineCore]:
+    """Build a core on a model in this process, after freeing the memory of the one before. It has that share of the
+    GPU, and no prefix cache unless `knobs` say so."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    core = build_core(config, folder, beside_server=False)
+    torch.cuda.empty_cache()
+    base: dict[str, Any] = {"model": str(folder), "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    core = build_core(
+        EngineConfig(**base | settings.place(share) | knobs | settings.engine), folder, beside_server=False
+    )
     try:
         yield core
     finally:
@@ -93,8 +76,6 @@ def decode(
 ) -> list[Sequence]:
     """Run one greedy batch. With `forced`, each prompt goes on with those tokens, whatever the logits say."""
     worker = core._executor._worker  # pyrefly: ignore[missing-attribute]
-    recorder = RecordingSampler(worker.runner.sampler)
-    worker.runner.sampler = recorder
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         core.scheduler.add_request(
@@ -104,21 +85,27 @@ def decode(
         )
     tokens: list[list[int]] = [[] for _ in prompts]
     logits: list[list[Tensor]] = [[] for _ in prompts]
-    try:
+    sample, sampling = worker.runner.sampler.sample, list[int]()
+
+    def recorded(of_step: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Keep the logits of the requests that sample, and put in place of their tokens what they are to go on with."""
+        for index, row in zip(sampling, of_step.clone(), strict=False):
+            logits[index].append(row)
+        result = sample(of_step, *arguments, **keywords)
+        if forced is None:
+            return result
+        given = [forced[index][len(tokens[index])] for index in sampling]
+        return dataclasses.replace(result, token_ids=result.token_ids.new_tensor(given))
+
+    with patch.object(worker.runner.sampler, "sample", recorded):
         while core.scheduler.has_work():
             step = core.scheduler.schedule()
             if step is None:
                 break
             owners = {request.row: int(request.request_id) for request in core.scheduler.running.items}
             sampling = [owners[row] for row, samples in zip(step.rows, step.samples, strict=True) if samples]
-            if forced is not None:
-                recorder.forced = [forced[index][len(tokens[index])] for index in sampling]
-            recorder.logits.clear()
             output = worker.execute(step).result()
             core.scheduler.update(step, output)
-            for place, index in enumerate(sampling):
-                logits[index].append(recorder.logits[0][place])
-                tokens[index].append(output.token_ids[place])
-    finally:
-        worker.runner.sampler = recorder._sampler
+            for index, token in zip(sampling, output.token_ids, strict=False):
+                tokens[index].append(token)
     return [Sequence(ids, torch.stack(rows)) for ids, rows in zip(tokens, logits, strict=True)]

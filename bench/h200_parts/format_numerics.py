@@ -30,7 +30,6 @@ from h200_parts.forced import Sequence, continued, reference_path, stepped_core
 from h200_parts.models import FORMATS
 from h200_parts.numerics import PLAIN, compare
 from h200_parts.run import Run
-from headrace.config import EngineConfig
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -119,15 +118,13 @@ def logits(
     about what is not as it should be, and whether activations are rounded. The quantized layers' weights are put
     widened into `keep`, or taken from `take`."""
     base: dict[str, Any] = {
-        "model": run.settings.write_config(name, config), "load_format": "dummy", "dtype": dtype,
-        "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512,
-        "enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 512,
-        **run.settings.place(0.5),
+        "load_format": "dummy", "dtype": dtype, "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64,
+        "max_num_batched_tokens": 512, "enforce_eager": True, "num_gpu_blocks_override": 512,
     }  # fmt: skip
+    folder = Path(run.settings.write_config(name, config))
     inside: Counter[str] = Counter()
     batches = [random_tokens(requests, config["vocab_size"], LONGEST, NEW_TOKENS) for requests in PROMPTS]
-    engine = EngineConfig(**(base | knobs | run.settings.engine))
-    with random_weights(keep, take), stepped_core(engine, run.settings.work / name) as core:
+    with random_weights(keep, take), stepped_core(run.settings, folder, **base | knobs) as core:
         model = core._executor._worker.model  # pyrefly: ignore[missing-attribute]
         watch(model, inside)
         made = continued(core, batches, NEW_TOKENS)

@@ -13,7 +13,7 @@ import torch
 from h200_parts.forced import stepped_core
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
-from headrace.config import GRAPH_MODES, EngineConfig
+from headrace.config import GRAPH_MODES
 from headrace.engine.core import EngineCore
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
@@ -98,9 +98,13 @@ def answers(
     run: Run, subject: Subject, turns: list[tuple[Requests, random.Random | None]], **settings: Any
 ) -> tuple[list[Received], Any]:
     """Return what one engine answers in each turn (requests, when they arrive), and the scheduler's counts."""
-    knobs: dict[str, Any] = {"num_gpu_blocks_override": 4096, **run.settings.place(0.5), **settings}
-    config = EngineConfig(model=str(subject.folder), max_model_len=subject.length, **knobs)
-    with stepped_core(config, subject.folder) as core:
+    knobs = {
+        "max_model_len": subject.length,
+        "num_gpu_blocks_override": 4096,
+        "enable_prefix_caching": True,
+        **settings,
+    }
+    with stepped_core(run.settings, subject.folder, **knobs) as core:
         core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # or it would not fill a small pool
         return [serve(core, requests, draw) for requests, draw in turns], core.scheduler.stats()
 

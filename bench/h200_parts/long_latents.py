@@ -21,7 +21,6 @@ from h200_parts.models import in_catalogue
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from h200_parts.settings import SEED, Settings
-from headrace.config import EngineConfig
 
 LENGTHS, NEW_TOKENS = (131_072, 4_099), 16
 """tokens of the sequences, the last of which are compared one by one"""
@@ -92,12 +91,11 @@ def by_chunks(
     step."""
     total = sum(map(len, sequences))
     knobs: dict[str, Any] = {
-        "model": str(folder), "dtype": dtype, "kv_cache_dtype": dtype, "max_model_len": max(map(len, sequences)),
-        "max_num_seqs": 4, "max_num_batched_tokens": total, "enable_prefix_caching": False, "enforce_eager": True,
-        "skip_tokenizer_init": True, **run.settings.place(0.6), **({"cpu_kv_cache_gib": 0.2} if run.smoke else {}),
+        "dtype": dtype, "kv_cache_dtype": dtype, "max_model_len": max(map(len, sequences)), "max_num_seqs": 4,
+        "max_num_batched_tokens": total, "enforce_eager": True, **({"cpu_kv_cache_gib": 0.2} if run.smoke else {}),
     }  # fmt: skip
     found, began = {}, time.monotonic()
-    with unmeasured(), stepped_core(EngineConfig(**(knobs | run.settings.engine)), folder) as core:
+    with unmeasured(), stepped_core(run.settings, folder, 0.6, **knobs) as core:
         run.note(f"{dtype}: the start took {time.monotonic() - began:.0f} s")
         for size in (total, *chunks):
             began = time.monotonic()

@@ -23,7 +23,6 @@ from h200_parts.models import LLAMA_8B, TOY
 from h200_parts.rows import Result
 from h200_parts.run import Run
 from h200_parts.settings import SEED, Settings
-from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
@@ -112,14 +111,12 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     settings = run.settings
     batches = [prompts(settings.requests(batch)) for batch in BATCHES]
     dtype = "float32" if settings.smoke else "bfloat16"
-    knobs: dict[str, Any] = {"model": str(folder), "max_model_len": length, "enable_prefix_caching": False}
-    knobs |= {"num_gpu_blocks_override": 4096, "gpu_memory_utilization": 0.3, "dtype": dtype, "kv_cache_dtype": dtype}
-    knobs |= {"device": "cpu", "num_gpu_blocks_override": 512} if settings.smoke else {}
-    base = EngineConfig(**knobs).replace(**settings.engine)
+    base: dict[str, Any] = {"max_model_len": length, "dtype": dtype, "kv_cache_dtype": dtype}
+    base |= {"num_gpu_blocks_override": 512 if settings.smoke else 4096}
 
-    def sequences(config: EngineConfig, forced: list[Sequence] | None = None) -> list[Sequence]:
+    def sequences(changes: dict[str, Any], forced: list[Sequence] | None = None) -> list[Sequence]:
         made: list[Sequence] = []
-        with stepped_core(config, folder) as core:
+        with stepped_core(settings, folder, 0.3, **base | changes) as core:
             for batch in batches:
                 tokens = None if forced is None else [one.tokens for one in forced[len(made) : len(made) + len(batch)]]
                 made += decode(core, batch, NEW_TOKENS, tokens)
@@ -128,15 +125,15 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     def emit(row: str, value: float, *notes: str) -> None:
         run.emit(Result(f"numerics/{name}/{row}", value, notes=list(notes)))
 
-    chunked = base.replace(max_num_batched_tokens=1024)  # prompts are split, and share steps with decodes
+    chunked = {"max_num_batched_tokens": 1024}  # prompts are split, and share steps with decodes
     with reference_path():
-        reference = sequences(chunked.replace(**PLAIN))
+        reference = sequences(chunked | PLAIN)
     logits = sequences(chunked, reference)
     fast = compare(logits, reference)
     change = f"perplexity {fast.perplexity_change:+.2%}"
     emit("error", fast.error, f"{fast.positions} positions, largest difference {fast.largest:.3g}, {change}")
     with reference_path():
-        exact = sequences(base.replace(dtype="float32", kv_cache_dtype="float32", **PLAIN), reference)
+        exact = sequences({"dtype": "float32", "kv_cache_dtype": "float32", **PLAIN}, reference)
     ours, theirs = compare(logits, exact), compare(reference, exact)
     emit("covered", 100 * fast.covered)
     emit("argmax", fast.unlike)
@@ -154,7 +151,7 @@ def check_model(run: Run, name: str, folder: Path, prompts: Callable[[int], Prom
     emit("transformers", ours.error / max(theirs.error, 1e-6), error)
     del plain, exact
     for variant, changes in VARIANTS.items():
-        lossy = compare(sequences(base.replace(**changes), reference), reference)
+        lossy = compare(sequences(changes, reference), reference)
         emit(f"{variant}/error", lossy.error)
         emit(f"{variant}/perplexity", 100 * lossy.perplexity_change)
 

@@ -25,7 +25,6 @@ from h200_parts.run import Run
 from h200_parts.settings import Settings
 
 import headrace
-from headrace.config import EngineConfig
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.hub import resolve_model_folder
 from headrace.models import filling
@@ -133,10 +132,9 @@ def test_what_cases_replace_is_there() -> None:
         assert all(hasattr(place, name) for name in names), place
 
 
-def test_a_core_is_stepped_by_hand_through_its_references() -> None:
-    config = EngineConfig(model="demo", device="cpu", dtype="float32", num_gpu_blocks_override=64, cpu_threads=1)
-    prompts = [[5, 6, 7], [8] * 20]
-    with reference_path(), stepped_core(config, resolve_model_folder("demo")) as core:
+def test_a_core_is_stepped_by_hand_through_its_references(tmp_path: Path) -> None:
+    settings, demo, prompts = Settings(work=tmp_path, smoke=True), resolve_model_folder("demo"), [[5, 6, 7], [8] * 20]
+    with reference_path(), stepped_core(settings, demo, dtype="float32", num_gpu_blocks_override=64) as core:
         free = decode(core, prompts, 3)
         forced = decode(core, prompts, 3, [[1, 2, 3], [4, 5, 6]])
     assert [one.tokens for one in forced] == [[1, 2, 3], [4, 5, 6]]
