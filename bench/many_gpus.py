@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS, in_catalogue
+from h200_parts.settings import Settings
 
 from headrace.distributed.ranks import Ranks
 from headrace.environment import child_environment
@@ -99,12 +100,11 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
     """Return an LLM of that layout with random weights."""
     from headrace.llm import LLM
 
-    folder = Path(options.work) / "model"
-    folder.mkdir(parents=True, exist_ok=True)
+    settings = Settings(Path(options.work), options.smoke)
     model, (tp, pp, dp, ep, nodes) = layout.partition("-")[0], LAYOUTS[layout]
     config, sparse = CONFIGS.get(model, LLAMA_8B | UNSCALED), model == "moe"
     toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
-    (folder / "config.json").write_text(json.dumps(config | toy if options.smoke else config))
+    folder = settings.write_config("model", config | toy if options.smoke else config)
     limits: dict[str, Any] = (
         {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
     )
@@ -113,18 +113,18 @@ def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
     if nodes > 1:
         more |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": start_nodes(folder, LAYOUTS[layout])}
     return LLM(
-        str(folder), load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
+        folder, load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
         pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep,
-        max_model_len=128 if options.smoke else 4096, device="cpu" if options.smoke else "cuda", **limits, **more,
+        max_model_len=128 if options.smoke else 4096, device=settings.device, **limits, **more,
     )  # fmt: skip
 
 
-def start_nodes(folder: Path, layout: Layout) -> int:
+def start_nodes(folder: str, layout: Layout) -> int:
     """Start the other machines of a layout, each of which sees GPUs of its own; return the port where they meet."""
     os.environ.setdefault("HEADRACE_SECRET", secrets.token_hex())
     port, each = free_port(), layout.tp * layout.pp // layout.nodes
     for node in range(1, layout.nodes):
-        command = [sys.executable, "-m", "headrace.cli.main", "serve", str(folder), "--load-format", "dummy"]
+        command = [sys.executable, "-m", "headrace.cli.main", "serve", folder, "--load-format", "dummy"]
         command += ["--headless", "-tp", str(layout.tp), "-pp", str(layout.pp), "--nnodes", str(layout.nodes)]
         command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         gpus = ",".join(str(gpu) for gpu in range(node * each, (node + 1) * each))

@@ -27,6 +27,7 @@ import re
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,16 +196,15 @@ async def flood(target: Target, rate: float, seconds: float, seed: int, tally: T
         await asyncio.gather(*open_requests)
 
 
-def ask_health(url: str, stop: Any, found: Any) -> None:
-    """Ask /health once a second until `stop`; send None to `found` when it begins, and at the end the seconds of the
-    slowest answer and a first problem.
+def ask_health(url: str, seconds: float) -> tuple[float, str]:
+    """Ask /health once a second for so long; return the seconds of the slowest answer, and a first problem.
 
     It runs in a process of its own, so that nothing but the server can make an answer late.
     """
-    slowest, red = 0.0, ""
+    slowest, red, until = 0.0, "", time.monotonic() + seconds
     with httpx.Client(base_url=url, timeout=60, verify=False) as client:
-        found.send(None)
-        while not stop.wait(1.0):
+        while time.monotonic() < until:
+            time.sleep(1.0)
             began = time.monotonic()
             try:
                 answer = client.get("/health")
@@ -212,7 +212,7 @@ def ask_health(url: str, stop: Any, found: Any) -> None:
             except httpx.HTTPError as error:
                 red = red or f"{type(error).__name__}: {error}"
             slowest = max(slowest, time.monotonic() - began)
-    found.send((slowest, red))
+    return slowest, red
 
 
 def memory_mib(process: psutil.Process) -> dict[str, float]:
@@ -268,19 +268,11 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
         asyncio.run(flood(target, rate, min(seconds, 120), seed + 20_000, Tally(), None))
         check_drained(target, tally)
         watch, files = Watch(process), process.num_fds()
-    spawn = multiprocessing.get_context("spawn")
-    stop, (found, finds) = spawn.Event(), spawn.Pipe(duplex=False)
-    asker = spawn.Process(target=ask_health, args=(target.url, stop, finds), daemon=True)
-    asker.start()
-    if not found.poll(70):
-        raise SystemExit("the process that asks /health does not begin")
-    found.recv()
-    asyncio.run(flood(target, rate, seconds, seed, tally, watch))
-    stop.set()
-    if not found.poll(70):
-        raise SystemExit("the process that asks /health does not answer")
-    slowest, red = found.recv()
-    asker.join()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(int).result()  # its process has started
+        asking = pool.submit(ask_health, target.url, seconds)
+        asyncio.run(flood(target, rate, seconds, seed, tally, watch))
+        slowest, red = asking.result()
     check_drained(target, tally)
     tally.events["preemptions"] = int(sum(target.metrics(("vllm:num_preemptions_total",)).values()))
     print(f"lost requests: {tally.events['lost']} of {tally.events['requests']} (must be 0)")

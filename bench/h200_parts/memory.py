@@ -3,13 +3,13 @@ need much more memory than the weights."""
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 from unittest.mock import patch
 
 import torch
@@ -32,21 +32,6 @@ MOST = 1.1
 """times the weights, of what loading in fp8 may take"""
 SHOWN = ("Memory of", "instead of", "no memory", "no room", "num_gpu_blocks", "did not fit")
 """The log's lines with one of these are printed."""
-
-
-class LogLines(logging.Handler):
-    """Keeps what headrace logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-    def said(self, *words: str) -> bool:
-        """Tell whether one line holds all of `words`."""
-        return any(all(word in line for word in words) for line in self.lines)
 
 
 HOG = """
@@ -92,8 +77,14 @@ class Cases:
     """Holds the cases, in all of which memory is short indeed; what follows of an allocation that fails at a certain
     place is tested without a GPU. Each returns whether it passed, and what to print."""
 
-    def __init__(self, model: str, log: LogLines) -> None:
-        self.model, self.log = model, log
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.log: list[str] = []
+        """what headrace logs during a case"""
+
+    def said(self, *words: str) -> bool:
+        """Tell whether one line of the log holds all of `words`."""
+        return any(all(word in line for word in words) for line in self.log)
 
     def engine(self, **settings: Any) -> LLM:
         return LLM(self.model, load_format="dummy", skip_tokenizer_init=True, **settings)
@@ -103,31 +94,29 @@ class Cases:
         with hog(12), self.engine() as llm:
             fine = whole(serve(llm))
             free = torch.cuda.mem_get_info()[0]
-        return fine and free > 0 and self.log.said("num_gpu_blocks"), f"{free / GIB:.2f} of 12 GiB left"
+        return fine and free > 0 and self.said("num_gpu_blocks"), f"{free / GIB:.2f} of 12 GiB left"
 
     def tiny(self) -> tuple[bool, str]:
         """So little is free that neither the usual step nor the usual context length fits."""
         with hog(7), self.engine() as llm:
             fine = whole(serve(llm, count=5, length=100, tokens=4), 4)
-        smaller = [name for name in ("max_num_batched_tokens", "max_model_len") if self.log.said(name, "instead of")]
+        smaller = [name for name in ("max_num_batched_tokens", "max_model_len") if self.said(name, "instead of")]
         return fine and bool(smaller), f"smaller: {', '.join(smaller) or 'nothing'}"
 
     def cache(self) -> tuple[bool, str]:
         """Memory that was free when profiled is gone when the cache is allocated: the cache gets smaller."""
-        initialize = UniprocExecutor.initialize_cache
+        initialize, hogs = UniprocExecutor.initialize_cache, [hog(8)]
         with ExitStack() as others:
-            taken: list[bool] = []
 
             def late(executor: UniprocExecutor, num_pages: int) -> Any:
-                if not taken:
-                    taken.append(True)
-                    others.enter_context(hog(8))
+                while hogs:
+                    others.enter_context(hogs.pop())
                 return initialize(executor, num_pages)
 
             with patch.object(UniprocExecutor, "initialize_cache", late), self.engine() as llm:
                 fine = whole(serve(llm))
                 pages = llm._core.facts.num_pages
-        return fine and self.log.said("num_gpu_blocks", "did not fit"), f"{pages} pages"
+        return fine and self.said("num_gpu_blocks", "did not fit"), f"{pages} pages"
 
     def taken(self) -> tuple[bool, str]:
         """Another process takes the rest while we serve: less is left than a large step needs."""
@@ -135,27 +124,23 @@ class Cases:
             expected = serve(llm)
             with hog(0.15):
                 answers = serve(llm)
-        return whole(answers) and self.log.said("found no memory"), equal(answers, expected)
+        return whole(answers) and self.said("found no memory"), equal(answers, expected)
 
 
 def memory_cases(run: Run) -> None:
     """Run each of Cases. Whatever it raises, it has failed, and the next one runs."""
-    log = LogLines()
-    logger = logging.getLogger("headrace")
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(log)
-    logger.propagate = False
     torch.cuda.init()
-    cases = Cases(run.settings.write_config("8b8l", EIGHT_B | {"num_hidden_layers": 8}), log)
+    cases = Cases(run.settings.write_config("8b8l", EIGHT_B | {"num_hidden_layers": 8}))
     each: list[Callable[[], tuple[bool, str]]] = [cases.hog, cases.tiny, cases.cache, cases.taken]
     for case in each:
-        log.lines.clear()
-        try:
-            ok, said = case()
-        except Exception as error:
-            ok, said = False, f"{type(error).__name__}: {str(error)[:300]}"
+        with TestCase().assertLogs("headrace", "DEBUG") as log:
+            cases.log = log.output
+            try:
+                ok, said = case()
+            except Exception as error:
+                ok, said = False, f"{type(error).__name__}: {str(error)[:300]}"
         run.case(case.__name__, ok, said)
-        for line in log.lines:
+        for line in log.output:
             if any(word in line for word in SHOWN):
                 run.note(line)
         torch.cuda.synchronize()
