@@ -22,9 +22,6 @@ PINS = {
 """Field of a request that pins the layout -> field of Parallel."""
 ULTRA_SPARSE = 0.01
 """Share of the experts that a token uses, below which whole experts on a GPU leave most GPUs without work."""
-MANY_REQUESTS = 512
-"""Requests in flight over one copy of the weights, from which a latent cache is no longer copied to every GPU. (AMD's
-guide puts the crossover at 256 to 512; below, the cost model decides.)"""
 
 
 def name_of(parallel: Parallel) -> str:
@@ -108,8 +105,3 @@ def _group_reasons(parallel: Parallel, shape: ModelShape) -> Iterator[str]:
         size, width = held["experts"].group_size, group.feed_forward.expert_intermediate_size
         if size and not parallel.ep and 0 < -(-width // size) < expert_gpus:
             yield f"experts of {width} have {-(-width // size)} groups of {size} inputs, fewer than {expert_gpus} GPUs"
-
-
-def copies_latent(parallel: Parallel, shape: ModelShape) -> bool:
-    """Tell whether every GPU of a tensor-parallel group would hold the same latent cache."""
-    return shape.is_mla and parallel.tp > 1

@@ -14,7 +14,7 @@ from headrace.planner.cost import StepWork, step_model
 from headrace.planner.decisions import mixed_step, sequences, token_budget
 from headrace.planner.deployment import Deployment
 from headrace.planner.engines import layout_gaps
-from headrace.planner.layouts import MANY_REQUESTS, PINS, copies_latent, layouts, name_of, reasons
+from headrace.planner.layouts import PINS, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
@@ -310,23 +310,15 @@ def _ranked(scenario: Scenario, candidates: list[Candidate]) -> list[Candidate]:
     def reached(candidate: Candidate) -> float:
         return score(scenario.request.objective, candidate.prediction)
 
-    def wastes_latent(candidate: Candidate) -> bool:
-        """For so many requests, copies of a latent cache cost more than ranks of their own."""
-        over_one_copy = candidate.workload.concurrency / candidate.parallel.replicas
-        return copies_latent(candidate.parallel, scenario.shape) and over_one_copy >= MANY_REQUESTS
-
     def waits(candidate: Candidate) -> tuple[int, ...]:
         """Fewer ranks that wait for each other come first, then fewer GPUs."""
         parallel = candidate.parallel
         return parallel.pp, parallel.dp_attention + parallel.ep, parallel.tp, parallel.gpus
 
     ordered = sorted(candidates, key=reached, reverse=True)
-    if any(not copies_latent(candidate.parallel, scenario.shape) for candidate in ordered):
-        ordered.sort(key=wastes_latent)
     first = ordered[0]
     enough = reached(first) - ABOUT_THE_SAME * abs(reached(first))
-    near = [one for one in ordered if reached(one) >= enough and wastes_latent(one) == wastes_latent(first)]
-    best = min(near, key=waits)
+    best = min((one for one in ordered if reached(one) >= enough), key=waits)
     return [best, *(candidate for candidate in ordered if candidate is not best)]
 
 

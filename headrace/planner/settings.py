@@ -15,7 +15,7 @@ from headrace.models.drafters import start_specs
 from headrace.planner.decisions import backend_decision
 from headrace.planner.draft_costs import asked_costs
 from headrace.planner.engines import graph_decision, served_config, vllm_backend
-from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
+from headrace.planner.layouts import PINS, ULTRA_SPARSE
 from headrace.planner.parallel import Parallel
 from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
@@ -158,7 +158,7 @@ def _why_attention(scenario: Scenario, best: Candidate) -> str:
         return "a GPU holds the whole model, with nothing to share"
     if shape.is_mla and parallel.tp > 1:
         over = best.workload.concurrency / parallel.replicas
-        return f"for {over:.0f} requests (below {MANY_REQUESTS}) copies of the latent cost less than ranks of their own"
+        return f"for {over:.0f} requests copies of the latent cost less than ranks of their own"
     return "predicted to be slower here"
 
 

@@ -158,10 +158,6 @@ def keeps_the_rules(made: Plan) -> None:
     assert shape.is_moe or not (ep or shared)
     if pp > 1 and tp * pp <= chip.gpus_per_node:
         assert not make_plan(made.request.replace(pipeline_parallel_size=1)).feasible
-    copies = 1 if shared else dp
-    ours = made.engine == "headrace"  # whose engines share experts on one machine
-    if shape.is_mla and tp > 1 and made.concurrency / copies >= 512 and not ours:
-        assert not make_plan(made.request.replace(tensor_parallel_size=1, pipeline_parallel_size=pp)).feasible
 
 
 def follows_no_false_claim(made: Plan) -> None:

@@ -30,6 +30,9 @@ LEAST_SHARE = 0.95
 """The share that they may take at all."""
 GPUS_PER_NODE = 8
 """The number that is assumed where no chip is known."""
+MANY_REQUESTS = 512
+"""Requests in flight over one copy of the weights, from which a latent cache is better split by requests than copied to
+every GPU: AMD's guide puts the crossover at 256 to 512, and the cost model agrees."""
 GUESSED_CHIP = "mi300x"
 """The GPU that is assumed where variables are AMD's and no GPU is named."""
 

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from headrace.advice.explain.case import MASTER, Case, duration, size
+from headrace.advice.explain.case import MANY_REQUESTS, MASTER, Case, duration, size
 from headrace.advice.explain.setting import Setting, object_of
 from headrace.advice.flags.table import human_int
 from headrace.planner.chips import GIB
 from headrace.planner.cost import StepWork, step_model
-from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
+from headrace.planner.layouts import ULTRA_SPARSE
 from headrace.planner.shapes import expert_share
 
 LARGE_STEP = 16384

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headrace.advice.explain.case import Case, config_of, size
+from headrace.advice.explain.case import MANY_REQUESTS, Case, config_of, size
 from headrace.advice.explain.remark import (
     MakeRemark,
     Remark,
@@ -20,7 +20,6 @@ from headrace.advice.explain.setting import Setting, object_of
 from headrace.config import CHECKPOINT_WORDS, QUANTIZATIONS
 from headrace.planner.collectives import reckoned_sums
 from headrace.planner.draft_costs import asked_costs
-from headrace.planner.layouts import MANY_REQUESTS
 from headrace.planner.served import USUAL_CONTEXT
 
 MOST_DRAFT_TOKENS = 2
