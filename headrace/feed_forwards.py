@@ -85,6 +85,8 @@ class Experts:
     """each expert has a bias that is added to its weight when experts are chosen, and only then"""
     scaling: float = 1.0
     """factor of the weights of a token's experts, applied last"""
+    near: float = 0.0
+    """each weight is by a softmax over experts that are so near alone (kernels/moe_route.py: Scoring); 0: over all"""
     groups: int = 1
     """experts are in so many groups of equal size"""
     used_groups: int = 1

@@ -54,6 +54,9 @@ class Scoring(NamedTuple):
     its best two together."""
     factors: Tensor | None = None
     """# [num_experts]: factors of the weights, which do not choose"""
+    near: float = 0.0
+    """Above 0, a weight is by the softmax over those experts alone that were not chosen before and whose logits are at
+    most so far below, as a share of the larger of their size and the chosen logit (SparseMixer, arXiv 2409.12136)."""
 
 
 SOFTMAX = Scoring()
@@ -104,7 +107,7 @@ def _worth(value, members, SIGMOID: tl.constexpr):
 def _choose(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, num_tokens, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Write the choices of tokens `row` [ROWS], where less than num_tokens.
 
@@ -137,17 +140,26 @@ def _choose(
     LOWEST: tl.constexpr = -(1 << (2 * BITS - 1))
     key = tl.where(inside, (key << BITS) | (BLOCK_E - 1 - expert), LOWEST)
     place = tl.full(logits.shape, -1, tl.int32)  # which of the choices an expert is; -1: none
+    if NEAR > 0.0:
+        alone, wide = tl.zeros(logits.shape, tl.float32), logits.to(tl.float32)
     for choice in tl.static_range(TOP_K):
         found = key == tl.max(key, axis=1)[:, None]
         place = tl.where(found, choice, place)
+        if NEAR > 0.0:
+            best = tl.max(tl.where(found, wide, float("-inf")), axis=1)[:, None]
+            near = (key > LOWEST) & (best - wide <= NEAR * tl.maximum(tl.abs(wide), best))
+            total = tl.sum(tl.where(near, tl.exp(wide - best), 0.0), axis=1)[:, None]
+            alone = tl.where(found, 1.0 / total, alone)
         key = tl.where(found, LOWEST, key)
     logits = logits.to(tl.float32)
     chosen = inside & (place >= 0)
-    if SIGMOID:
+    if NEAR > 0.0:
+        weights = alone
+    elif SIGMOID:
         weights = 1.0 / (1.0 + tl.exp(-logits))
     else:
         weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    if RENORMALIZE or not SIGMOID:
+    if NEAR == 0.0 and (RENORMALIZE or not SIGMOID):
         total = tl.sum(tl.where(chosen if RENORMALIZE else inside, weights, 0.0), axis=1)
         weights /= total[:, None]
     if factors_ptr is not None:
@@ -163,7 +175,7 @@ def _router_kernel(
     factors_ptr, num_experts, x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
-    USED_GROUPS: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and route; one program: ROWS rows of the router for one token. The last to finish chooses its experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -191,7 +203,7 @@ def _router_kernel(
         _choose(
             logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, token + warp * tl.num_programs(1),
             tl.num_programs(1), num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS,
-            USED_GROUPS,
+            USED_GROUPS, NEAR,
         )  # fmt: skip
 
 
@@ -199,14 +211,14 @@ def _router_kernel(
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's experts; one program a token."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
         logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, tl.num_programs(0), num_experts, logits_stride,
-        scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS,
+        scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS, NEAR,
     )  # fmt: skip
 
 
@@ -282,7 +294,7 @@ def norm_and_route(
         scoring.bias, scoring.factors, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
         TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, GROUPS=scoring.groups,
-        USED_GROUPS=scoring.used_groups, WARPS=warps, num_warps=warps, **overlap(),
+        USED_GROUPS=scoring.used_groups, NEAR=scoring.near, WARPS=warps, num_warps=warps, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -297,7 +309,8 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
     _route_kernel[(num_tokens,)](
         logits, routing.ids, routing.weights, scoring.bias, scoring.factors, num_experts, logits.stride(0),
         scoring.scaling, BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize,
-        SIGMOID=scoring.sigmoid, GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, num_warps=1, **overlap(),
+        SIGMOID=scoring.sigmoid, GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, NEAR=scoring.near,
+        num_warps=1, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -351,6 +364,17 @@ def _empty_routing(num_tokens: int, num_experts: int, top_k: int, block_m: int, 
     )
 
 
+def _near_weights(logits: Tensor, ids: Tensor, near: float) -> Tensor:
+    """Return the weights of chosen experts `ids` that Scoring says of `near`."""
+    left, found = logits, []
+    for chosen in ids.split(1, dim=1):
+        best = logits.gather(1, chosen)
+        too_far = best - logits > near * torch.maximum(logits.abs(), best)
+        found.append(left.masked_fill(too_far, -torch.inf).softmax(dim=-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(found, dim=1)
+
+
 def route_reference(
     logits: Tensor, top_k: int, renormalize: bool, block_m: int = 0, scoring: Scoring = SOFTMAX
 ) -> Routing:
@@ -368,8 +392,8 @@ def route_reference(
         left_out = worth.sort(dim=-1, descending=True, stable=True).indices[:, scoring.used_groups :]
         chosen_by = grouped.scatter(1, left_out[..., None].expand(-1, -1, grouped.shape[2]), -torch.inf).flatten(1)
     ids = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = weights.gather(1, ids)
-    if renormalize:
+    weights = _near_weights(logits.float(), ids, scoring.near) if scoring.near else weights.gather(1, ids)
+    if renormalize and not scoring.near:
         weights /= weights.sum(dim=-1, keepdim=True)
     if scoring.factors is not None:
         weights *= scoring.factors[ids].float()

@@ -287,7 +287,7 @@ class SparseMoE(Layer):
         self.w13 = self.w2 = {}
         scoring = Scoring(spec.sigmoid, self.selection_bias, spec.scaling, spec.groups, spec.used_groups)
         own = self.norm is not None
-        scoring = scoring._replace(factors=self.factors if own else None)
+        scoring = scoring._replace(factors=self.factors if own else None, near=spec.near)
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
             spec.renormalize, self.batch_invariant, scoring, next_norm,

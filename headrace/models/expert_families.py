@@ -129,6 +129,23 @@ def minimax_m2(c: Fields) -> Described:
     )
 
 
+def phimoe(c: Fields) -> Described:
+    """Describe Phi-3.5-MoE, whose router weighs an expert against those with near logits alone (arXiv 2409.12136)."""
+    if c.integer("num_experts_per_tok", 2) != 2:
+        raise c.refusal("num_experts_per_tok", "2")
+    norm, count, bias = layer_norm(c, bias=True, eps="rms_norm_eps"), num_layers(c), c.flag("attention_bias")
+    rope, scaling = read_rope(c, theta=1e6), c.object("rope_scaling") or c.object("rope_parameters")
+    if rope.kind == "longrope":
+        held = dict(rope.scaling)
+        name = "long_mscale" if held["factor"] > 1 else "short_mscale"
+        rope = replace(rope, scaling=tuple(sorted({**held, "attention_factor": scaling.number(name)}.items())))
+    elif rope.kind != "default":
+        raise scaling.refusal("rope_type", "default or longrope")
+    mixer = attention(c, c.optional("sliding_window"), rope=rope, qkv_bias=bias, o_bias=bias, norm=norm)
+    block = experts(c, renormalize=False, near=2 * c.number("router_jitter_noise", 0.01, above=0), names=W1_W3_W2)
+    return alike([mixer] * count, [block] * count, Norms(norm=norm), head_bias=c.flag("lm_head_bias"))
+
+
 def olmoe(c: Fields, norms: Norms = USUAL, eps: float = 1e-5) -> Described:
     """Describe OLMoE (arXiv 2409.02060), with experts in every layer and norms of all heads together, and with norms
     elsewhere FlexOlmo (arXiv 2507.07024)."""

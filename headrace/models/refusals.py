@@ -28,8 +28,6 @@ REFUSED = {
     "XGLMForCausalLM": ": it adds sines of each position, for which there is no module here",
     "CodeGenForCausalLM": ": its queries, values and keys are in turn in one linear, in four parts, for which there is "
     "no reader here",
-    "PhimoeForCausalLM": ": its router, SparseMixer, weighs an expert against those with near scores alone, which no "
-    "kernel here does",
     **dict.fromkeys(
         ("Step3TextForCausalLM", "Step3VLForConditionalGeneration"),
         ": its queries are projected, normed and projected again (multi-matrix factorization), for which there is no "

@@ -166,6 +166,10 @@ MODELS = (
         "GraniteMoeHybridForCausalLM", scaled_families.granite_hybrid, *LLAMA, (KV_HEADS,),
         layer_kinds=("attention", "full_attention"),
     ),
+    ModelEntry(
+        "PhimoeForCausalLM", expert_families.phimoe, *LLAMA, (KV_HEADS,),
+        {PER_TOKEN: 2, "num_local_experts": 16, "rms_norm_eps": 1e-5},
+    ),
     ModelEntry("OlmoeForCausalLM", expert_families.olmoe, *LLAMA),
     ModelEntry(
         "Qwen3VLMoeForConditionalGeneration", text_parts.qwen3_vl_moe, *LLAMA, (KV_HEADS, PER_TOKEN, WIDTH),

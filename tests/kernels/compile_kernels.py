@@ -328,7 +328,7 @@ def compile_experts():
                 scaled = replace(experts, router=router[:-1], scoring=moe_route.Scoring(True), scales_input=True)
                 moe.fused_moe(x[:1], scaled, x[:1], x[:1])
                 own = {"router_norm": router[0], "activation": "gelu_tanh"}
-                factored = moe_route.Scoring(factors=router[0, :num_experts].float())
+                factored = moe_route.Scoring(factors=router[0, :num_experts].float(), near=0.02)
                 moe.fused_moe(x, replace(experts, scoring=factored, **own), x, x)
                 moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)

@@ -16,6 +16,11 @@ GPT_OSS = {
     "swiglu_limit": 1.5,
 }
 HARD_YARN = {**YARN_ROPE, "rope_theta": 1500.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+NEAR_ROPE = {"rope_type": "longrope", "rope_theta": 900.0, "short_mscale": 1.3, "long_mscale": 1.7} | {
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 256,
+}
 COHERE_MOE = ODD | {
     "num_hidden_layers": 5,
     "head_dim": 24,
@@ -106,6 +111,11 @@ WITH_EXPERTS: dict[str, dict[str, dict[str, Any]]] = {
         "dense": GRANITE
         | {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["full_attention"] * 3}
         | {"position_embedding_type": "rope"},
+    },
+    "PhimoeForCausalLM": {
+        "near": ODD
+        | {"num_key_value_heads": 1, "num_local_experts": 7, "router_jitter_noise": 0.3, "sliding_window": 9}
+        | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": NEAR_ROPE},
     },
     "OlmoeForCausalLM": {
         "wide-norms": ODD | {"num_experts": 7, "num_experts_per_tok": 3, "num_key_value_heads": 1},

@@ -70,7 +70,7 @@ FIELDS: dict[str, Any] = {
 }
 EXPERTS = (
     "Mixtral", "GptOss", "MiniMax", "Olmoe", "Deepseek", "Qwen3Next", "Kimi", "MistralLarge", "Mistral4",
-    "Llama4", "Dots1", "HYV3", "SolarOpen", "Mellum", "FlexOlmo", "AXK1", "HunYuanMoE", "Afmoe",
+    "Llama4", "Dots1", "HYV3", "SolarOpen", "Mellum", "FlexOlmo", "AXK1", "HunYuanMoE", "Afmoe", "Phimoe",
 )  # fmt: skip
 """how architectures begin that have experts and no Moe in their names"""
 """of any family that headrace serves"""

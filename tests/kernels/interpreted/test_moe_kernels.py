@@ -52,7 +52,8 @@ def test_routes_and_sorts(size, block_m, half):
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
     bias = torch.randn(num_experts)
     factors = torch.rand(num_experts) + 0.5
-    for scoring in (Scoring(True, None, 2.5), Scoring(True, bias, 2.5, factors=factors), Scoring(False, bias)):
+    several = Scoring(True, None, 2.5), Scoring(True, bias, 2.5, factors=factors), Scoring(False, bias)
+    for scoring in (*several, Scoring(near=0.4, factors=factors)):
         expected = route_reference(logits, top_k, renormalize, block_m, scoring)
         assert_same_routing(route(logits, top_k, renormalize, block_m, scoring), expected)
     rounded = logits.to(half)
