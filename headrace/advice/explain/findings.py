@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.advice.explain.case import MASTER, OVERRIDES, Case, size
 from headrace.advice.explain.shell_words import plain
 from headrace.planner.chips import Chip
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
-from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
+from headrace.planner.smaller import SHORTEST_CONTEXT
 
 WORTH_A_CONTEXT = 4096
 """Tokens of a context, below which more GPUs are the better advice."""
@@ -70,8 +70,8 @@ def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
     asked = case.asked.max_model_len or context
     longest = asked if case.stretches else min(asked, context)
     fits = _map(case, case.tp, longest)
-    if not fits.fits and case.shortens_context:
-        fits = _shortened(case, longest) or fits
+    if not fits.fits and case.shortens_context and (length := _room(case, case.tp, longest, SHORTEST_CONTEXT)):
+        fits = _map(case, case.tp, length)
     share = f"{size(fits.usable)} of {size(fits.total)} for this instance"
     many = f"each of {case.gpus} " if case.gpus > 1 else ""
     what = f"{size(fits.weight_bytes)} of {case.weight_format} weights on {many}{chip.title} ({share})"
@@ -81,17 +81,6 @@ def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
     held = f"{fits.kv_tokens:,} tokens, or {fits.max_concurrency:,.0f} sequences of {fits.longest:,}"
     cut = f", to which the context is cut from {longest:,}" if fits.longest < longest else ""
     return Finding("memory", "fine", f"{what} leave {size(fits.kv_pool)} for the KV cache: {held}{cut}")
-
-
-def _shortened(case: Case, longest: int) -> MemoryMap | None:
-    """With the longest context that fits, in steps as small as headrace makes them before it gives up; None: none."""
-    smallest = replace(case.asked, max_num_seqs=1, max_num_batched_tokens=FEWEST_TOKENS)
-    smaller = [replace(case, asked=smallest)] if case.line.engine == "headrace" else []
-    for candidate in (case, *smaller):
-        length = _room(candidate, case.tp, longest, SHORTEST_CONTEXT)
-        if length:
-            return _map(candidate, case.tp, length)
-    return None
 
 
 def _enough(case: Case, chip: Chip, longest: int) -> str:
