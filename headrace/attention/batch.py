@@ -27,7 +27,8 @@ class Batch:
     sample_positions: Tensor
     """[S] int64: number of tokens known before the sampled one, which is also its position"""
     sample_offsets: Tensor | None
-    """[S] int64: how far each sample is behind the first of its request; None: decodes never have drafts"""
+    """[S] int64: how far each sample is behind the first of its request; None: there are no
+    drafts, of this step or of earlier ones that are not accepted or rejected yet"""
     num_reqs: int
     """R; padding is included here and in the numbers below"""
     num_tokens: int

@@ -125,7 +125,7 @@ def record(
     token = torch.zeros(1, dtype=torch.int64, device=device)
     more = (Placeholder(None),) if reads_hidden else ()
     with _recording(model, norms):
-        step = SimpleNamespace(cut=None, tapped=Placeholder(None))
+        step = SimpleNamespace(cut=None, tapped=None)
         model(token if embeds else Placeholder(None), token, step, [None] * num_layers, *more)
     return norms
 

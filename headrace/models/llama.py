@@ -6,6 +6,7 @@ description. Attributes are named as in the checkpoint, except fused layers, whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,18 +65,22 @@ class LlamaDecoderLayer(Layer):
         self.add_module(self.block, feed_forward)
 
     def forward(
-        self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
-    ) -> tuple[Any, Tensor | None]:
+        self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor,
+        tapped: Sequence[Tensor] = (),
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
         """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
-        adds to the residual. None: hidden is the sum."""
+        adds to the residual. None: hidden is the sum. `tapped` get the sum that the layer reads."""
         x, residual = getattr(self, self.before_mixer)(hidden, residual)
-        return self.mixed(x, residual, angles, metadata, kv_cache)
+        return self.mixed(x, residual, angles, metadata, kv_cache, tapped)
 
     def mixed(
-        self, x: Any, residual: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
-    ) -> tuple[Any, Tensor | None]:
+        self, x: Any, residual: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor,
+        tapped: Sequence[Tensor] = (),
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
         """Return what `forward` does, given x, what the mixer reads."""
         hidden = getattr(self, self.mixer)(x, angles, metadata, kv_cache)
+        for place in tapped:  # not before: what the mixer reads may make the sum
+            place.copy_(residual)
         if self.after_mixer:
             hidden, _ = getattr(self, self.after_mixer)(hidden)
         if not self.parallel:
@@ -124,7 +129,7 @@ class LlamaModel(Layer):
         if spec.has_end and not spec.ends_normed:
             self.norm = make_norm(spec.norm, spec.hidden_size, context.kernels, dtype)
         self.taps = spec.taps
-        """layers whose inputs go to `AttentionMetadata.tapped`; their number: the last one's output"""
+        """layers whose inputs go to `AttentionMetadata.tapped`, side by side; their number: the last one's output"""
 
     def forward(
         self, inputs: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
@@ -136,24 +141,16 @@ class LlamaModel(Layer):
         else:
             hidden = self.embed_tokens(inputs) if self.embeds else inputs
         angles = [*(rotary(positions) for rotary in self.rotaries), NO_ANGLES]
+        tapped: list[list[Tensor]] = [[] for _ in range(len(self.layers) + 1)]
+        if metadata.tapped is not None:
+            for tap, place in zip(self.taps, metadata.tapped.chunk(len(self.taps), dim=1), strict=True):
+                tapped[tap].append(place)
         for index, (layer, turned_by, kv_cache) in enumerate(zip(self.layers, self.turned_by, kv_caches, strict=True)):
-            if index in self.taps:
-                self._tap(index, hidden, residual, metadata.tapped)
-            hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache)
-        if len(self.layers) in self.taps:
-            self._tap(len(self.layers), hidden, residual, metadata.tapped)
-        return self.norm(hidden, residual)[0]
-
-    def _tap(self, index: int, hidden: Tensor, residual: Any, tapped: Tensor | None) -> None:
-        """Write the sum that the layer `index` reads to its places of `tapped` # [num_tokens, taps * hidden_size]."""
-        if tapped is None:
-            return
-        places = tapped.view(tapped.shape[0], len(self.taps), -1)
-        for place, tap in enumerate(self.taps):
-            if tap == index and residual is None:
-                places[:, place].copy_(hidden)
-            elif tap == index:
-                torch.add(hidden, residual, out=places[:, place])
+            hidden, residual = layer(hidden, residual, angles[turned_by], metadata, kv_cache, tapped[index])
+        normed, total = self.norm(hidden, residual)
+        for place in tapped[-1]:
+            place.copy_(total)
+        return normed
 
 
 class LlamaForCausalLM(Layer):

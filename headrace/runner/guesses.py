@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from headrace.attention.batch import Batch
@@ -19,7 +21,9 @@ class Guesses:
     steps that ask for none leave out the tokens that it would have computed. If it reads the model's hidden states,
     those of what is left out are kept."""
 
-    def __init__(self, drafter: Drafter, tables: Tables) -> None:
+    def __init__(self, drafter: Drafter, tables: Tables, write_lengths: Callable[[], None]) -> None:
+        """`write_lengths`: what brings tables.num_known up to date."""
+        self._write_lengths = write_lengths
         self._drafters = {drafter.num_drafts: drafter}
         self._longest, self._tables = drafter, tables
         self._lags = np.zeros(len(tables.token_table), dtype=np.int64)
@@ -55,6 +59,7 @@ class Guesses:
         if self._kept is not None:
             places = np.concatenate(self._rows_kept).argsort(kind="stable")[: lags.sum()]  # the last row's go last
             hidden = self._kept.index_select(0, to_device(places, self._kept.device))
+        self._write_lengths()
         self._longest.catch_up(self._tables, rows, lags[rows], hidden)
         lags[rows] = 0
         self._rows_kept.clear()

@@ -89,12 +89,14 @@ class InputBatch:
         padded_tokens: int | None = None,
         all_rows: bool = False,
         padded_len: int = 1,
+        settled: bool = False,
     ) -> Batch:
         """Copy the step's integers to the device and return them as a batch.
 
         Requests of padding, up to `padded_reqs`, are in the scratch row and have seq_len 0. Each has `padded_len`
         tokens; with `padded_tokens`, the first has all tokens up to that number and the others none. `all_rows` makes
-        the result of `all_rows()` valid for this batch.
+        the result of `all_rows()` valid for this batch. `settled`: there are no drafts, and none
+        of earlier steps that are not accepted or rejected yet.
         """
         num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
@@ -115,7 +117,8 @@ class InputBatch:
             small[3, num_reqs + 1 : end + 1] = tokens
             if padded_tokens is None:
                 small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens, tokens, padded_len) + padded_len
-        if self._has_drafts:
+        has_drafts = self._has_drafts and not settled
+        if has_drafts:
             num_samples = self._fill_samples(step, large, facts[0], starts, ends)
         else:
             num_samples = sum(step.samples)
@@ -137,7 +140,7 @@ class InputBatch:
             sample_index=sample_index[:num_samples],
             sample_rows=sample_rows[:num_samples],
             sample_positions=sample_positions[:num_samples],
-            sample_offsets=offsets[0][:num_samples] if offsets else None,
+            sample_offsets=offsets[0][:num_samples] if has_drafts else None,
             num_reqs=padded,
             num_tokens=tokens,
             num_samples=num_samples,

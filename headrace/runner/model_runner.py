@@ -126,8 +126,12 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.notes = Notes()
         self._graph_device = graph_device
+        self._turns = 3 + self.pipeline.group.size
+        """more than the steps that are ever under way"""
+        self._drafted = -self._turns
+        """the number of the last step with drafts"""
         self.inputs = InputBatch(
-            limits.max_num_seqs, device, stages=3 + self.pipeline.group.size, fixed=graph_settings is not None,
+            limits.max_num_seqs, device, stages=self._turns, fixed=graph_settings is not None,
             copy_words=kernels.copy_words, decode_len=1 + self.num_drafts,
         )  # fmt: skip
         most = limits.max_num_batched_tokens
@@ -161,8 +165,7 @@ class ModelRunner:
 
     def keep_results(self) -> None:
         """Leave the results of queued steps where they are, however many steps follow before they are read."""
-        turns = 3 + self.pipeline.group.size
-        self._token_buffers = TokenBuffers(self.limits.max_num_seqs * (1 + self.num_drafts), self.device, turns)
+        self._token_buffers = TokenBuffers(self.limits.max_num_seqs * (1 + self.num_drafts), self.device, self._turns)
 
     def _build(self, num_pages: int) -> None:
         limits = self.limits
@@ -181,7 +184,7 @@ class ModelRunner:
                 self.state.token_table, self.state.num_known, self.state.sampling, self.state.block_tables,
                 tuple(sizes), self.cache.of_drafter, limits.max_model_len, self._hidden_states(),
             )  # fmt: skip
-            self.guesses = Guesses(self.drafter, self.tables)
+            self.guesses = Guesses(self.drafter, self.tables, self.state.write_lengths)
 
     def _hidden_states(self) -> Tensor | None:
         """Return memory for what the drafter reads of the model's hidden states, of the largest step."""
@@ -202,6 +205,8 @@ class ModelRunner:
     def begin(self, step: SchedulerOutput) -> Forward | None:
         """Launch all of a step that comes before sampling; on the last pipeline stage `finish` launches the rest.
         Nothing else may run between. A step without requests has nothing to finish."""
+        if step.num_drafts:
+            self._drafted = step.step
         if self.guesses is not None:
             self.guesses.catch_up(step)
         pipeline = self.pipeline
@@ -264,16 +269,19 @@ class ModelRunner:
 
     def batch_of(self, step: SchedulerOutput, shape: Shape | None = None) -> Batch:
         """Return the step's batch, padded to a graph's `shape`. Where the host knows only bounds of lengths, because
-        drafts are not accepted or rejected yet, the rows' own lengths replace them on the device."""
+        drafts are not accepted or rejected yet, the rows' own lengths replace them on the device. Where it knows them,
+        and nothing is guessed behind the step, that is computed as without a drafter."""
         state = self.state
+        settled = not (step.num_drafts or step.num_guesses) and step.step - self._drafted >= self._turns
         if shape is None:
-            batch = self.inputs.fill(step)
+            batch = self.inputs.fill(step, settled=settled)
         else:
             tokens, length = (None, shape.num_tokens // shape.num_reqs) if shape.decode else (shape.num_tokens, 1)
-            batch = self.inputs.fill(step, shape.num_reqs, tokens, shape.kind == "piecewise", length)
+            batch = self.inputs.fill(step, shape.num_reqs, tokens, shape.kind == "piecewise", length, settled)
         if self._num_adapted(step):
             batch = replace(batch, adapted=True)
-        if state.num_known is not None:
+        if state.num_known is not None and batch.sample_offsets is not None:
+            state.write_lengths()
             self.kernels.settle_lengths(
                 batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,
                 batch.sample_offsets, state.num_known,
@@ -353,16 +361,18 @@ class ModelRunner:
                 drafts + 1 if samples else 0 for drafts, samples in zip(step.num_drafts, step.samples, strict=True)
             ]
         if logits is not None:
-            rows, positions = batch.sample_rows, batch.sample_positions
-            offsets, most = batch.sample_offsets, 1 + self.num_drafts
+            rows, positions, offsets = batch.sample_rows, batch.sample_positions, batch.sample_offsets
+            num_known, most = (None, 1) if offsets is None else (state.num_known, 1 + self.num_drafts)
             result = self.sampler.sample(
                 logits, rows, positions, state.token_table, batch.max_seq_len, offsets, most, masks
             )
             token_ids = self._token_buffers.next(batch.num_samples)
             self.kernels.commit_tokens(
                 token_ids, state.token_table, result.token_ids, result.best, result.raw_best, rows, positions,
-                NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE, state.num_known, offsets, most, REJECTED,
+                NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE, num_known, offsets, most, REJECTED,
             )  # fmt: skip
+            if num_known is None and state.num_known is not None:
+                state.note_lengths(step)
             if result.logprobs is not None and state.wants_logprobs:
                 counts = samples or step.samples
                 sampled = [row for row, count in zip(step.rows, counts, strict=True) for _ in range(count)]

@@ -26,7 +26,8 @@ class RequestState:
 
     - `token_table` [max_rows + 1, max_model_len + num_drafts + 1] int32: every known token; sampling writes the next
       one here, and drafts follow
-    - `num_known` [max_rows + 1] int32, only with drafts: how many tokens are known, which the host learns late
+    - `num_known` [max_rows + 1] int32, only with drafts: how many tokens are known, which the host learns late; behind
+      steps whose lengths it knew, once `write_lengths` was called
     - `adapter_slots` [max_rows + 1] int32, only with adapters: the slot of each row's adapter, -1 where it has none
     - `block_tables` [max_rows + 1, max_blocks] int32, one for each cache group of layers
     - `sampling`: the sampling parameters of each row
@@ -59,6 +60,8 @@ class RequestState:
             shapes[SLOTS] = (max_rows + 1, 1)
         self._writer = TableWriter(device, shapes, scatter_words)
         self.num_known = self._writer.tables[KNOWN].view(-1) if num_drafts else None
+        self._unwritten = np.zeros(max_rows + 1, dtype=np.int32)
+        """by row, what num_known is to hold; 0: what it holds"""
         self.adapter_slots = self._writer.tables[SLOTS].view(-1).fill_(-1) if has_adapters else None
         self.adapted: dict[int, int] = {}
         """row -> the slot of its adapter"""
@@ -78,6 +81,7 @@ class RequestState:
         """Free rows, then fill rows and block tables, as the step says. All of it is one write to the device."""
         if step.freed_rows:
             self.sampling.remove(step.freed_rows)
+            self._unwritten[step.freed_rows] = 0
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
             self.prompt_logprobs.pop(row, None)
             self.wants_logprobs.pop(row, None)
@@ -89,6 +93,7 @@ class RequestState:
             known = [(new.row * width, new.prompt_token_ids + new.output_token_ids) for new in step.new_rows]
             self._write(TOKENS, known)
             if self.num_known is not None:
+                self._unwritten[[new.row for new in step.new_rows]] = 0
                 lengths = [[len(new.prompt_token_ids) + len(new.output_token_ids)] for new in step.new_rows]
                 self._write(KNOWN, [(new.row, length) for new, length in zip(step.new_rows, lengths, strict=True)])
             if self.adapter_slots is not None:
@@ -108,6 +113,20 @@ class RequestState:
                 runs = [(u.row * width + u.start, u.block_ids) for u in step.block_updates if u.group == group]
                 self._write(BLOCKS.format(group), runs)
         self._writer.flush()
+
+    def note_lengths(self, step: SchedulerOutput) -> None:
+        """Keep how many tokens are known of the rows that sample in a step without drafts, for num_known to hold."""
+        sampled = np.array(step.samples)
+        ends = np.array(step.num_computed_tokens) + np.array(step.num_scheduled_tokens)
+        self._unwritten[np.array(step.rows)[sampled]] = ends[sampled] + 1
+
+    def write_lengths(self) -> None:
+        """Write to num_known what was noted."""
+        rows = np.flatnonzero(self._unwritten)
+        if len(rows):
+            self._writer.write(KNOWN, rows, self._unwritten[rows])
+            self._writer.flush()
+            self._unwritten[rows] = 0
 
     def _write(self, table: str, runs: list[tuple[int, list[int]]]) -> None:
         """Set table.flatten()[start : start + len(values)] = values for each (start, values)."""

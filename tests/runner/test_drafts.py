@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,24 @@ def test_tokens_are_those_without_drafts(
         decodes = {shape for shape in shapes_of(runner.graphs) if shape.decode and shape.num_tokens > shape.num_reqs}
         assert decodes
         assert all(shape.num_tokens == shape.num_reqs * (1 + num_drafts) for shape in decodes)
+
+
+def test_steps_without_guesses_are_computed_as_without_a_drafter(
+    expected: tuple[Answers, int], compiler: GrammarCompiler
+) -> None:
+    """No length is corrected on the device, and the kernel that writes tokens gets what it gets without drafts."""
+    runner, core = make_drafting("own", 2, expected[0], compiler, wavers=True)
+    core.scheduler.draft_length.choose = lambda requests: 0  # type: ignore[union-attr, method-assign]
+    committed = []
+
+    def commit(*arguments: Any) -> None:
+        committed.append(arguments[9:12])
+        kernels.commit_tokens(*arguments)
+
+    kernels = runner.kernels
+    runner.kernels = replace(kernels, settle_lengths=None, commit_tokens=commit)  # type: ignore[arg-type]
+    check(serve(core), expected[0])
+    assert set(committed) == {(None, None, 1)}
 
 
 def watched_guesses(kind: str, mode: str, answers: Answers, compiler: GrammarCompiler) -> dict[tuple[int, ...], Any]:

@@ -50,7 +50,7 @@ def test_each_hidden_state_is_taken_in_once_and_in_time(
     monkeypatch.setattr(guesses, "KEPT_TOKENS", kept)
     rng, reader = random.Random(1), Reader(most_lag)
     tables: Any = SimpleNamespace(token_table=torch.zeros(ROWS + 1, 4), hidden=torch.zeros(64, 1))
-    drafting, lengths, left_out = Guesses(reader, tables), [0] * ROWS, 0  # type: ignore[arg-type]
+    drafting, lengths, left_out = Guesses(reader, tables, lambda: None), [0] * ROWS, 0  # type: ignore[arg-type]
     for number in range(400):
         rows = sorted(rng.sample(range(ROWS), rng.randint(1, ROWS)))
         freed = [row for row in range(ROWS) if rng.random() < 0.02]

@@ -9,7 +9,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 
 
-def state() -> RequestState:
+def state(num_drafts: int = 0) -> RequestState:
     return RequestState(
         max_rows=3,
         max_model_len=10,
@@ -17,6 +17,7 @@ def state() -> RequestState:
         vocab_size=32,
         scratch_blocks=[99, 7],
         device=torch.device("cpu"),
+        num_drafts=num_drafts,
     )
 
 
@@ -69,3 +70,16 @@ def test_a_row_freed_and_reused_in_one_step_keeps_only_the_new_request() -> None
     assert rows.wants_logprobs == {}
     assert rows.prompt_logprobs == {}
     assert rows.token_table[1, :1].tolist() == [7]
+
+
+def test_lengths_that_are_noted_are_written_later_unless_their_row_is_anothers_by_then() -> None:
+    rows = state(num_drafts=2)
+    rows.apply(step([NewRow(row, [5, 6], SamplingParams(), []) for row in range(3)]))
+    rows.note_lengths(SchedulerOutput(2, [], [], [], [0, 1, 2], [1, 1, 0], [1, 1, 1], [True, True, False]))
+    rows.note_lengths(SchedulerOutput(3, [], [], [], [0], [2], [1], [True]))
+    assert rows.num_known is not None
+    assert rows.num_known[:3].tolist() == [2, 2, 2]
+    rows.apply(step([NewRow(1, [7, 8, 9, 9, 9], SamplingParams(), [])], freed=[1]))
+    for _ in range(2):
+        rows.write_lengths()
+        assert rows.num_known[:3].tolist() == [4, 5, 2]
