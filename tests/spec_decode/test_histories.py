@@ -1,6 +1,7 @@
-"""Random histories of requests: added, aborted, preempted, found in the prefix cache and taken up again where they
-ended, while the number of guesses wavers and is 0 for long. What a head guesses is what it would guess in plain torch
-from the whole sequence, whatever steps it has left out; answers are those without guesses, and nothing is leaked."""
+"""Random histories of requests for every way to guess: added, aborted, preempted, found in the prefix cache and taken
+up again where they ended, while the number of guesses wavers and is 0 for long. What a head guesses is what it would
+guess in plain torch from the whole sequence, whatever steps it has left out; answers are those without guesses, and
+nothing is leaked."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from headrace.runner import guesses
 from headrace.scheduler.draft_length import DraftLength
 from tests.runner.test_drafts import Late
 from tests.spec_decode import heads
-from tests.spec_decode.test_heads import GUESSES, SIZES, SMALL, Watched, with_head
+from tests.spec_decode.test_heads import GUESSES, SIZES, SMALL, Watched, save_target, with_head
 
 REQUESTS, LONGEST = 12, 110
 
@@ -81,24 +82,16 @@ def history(llm: LLM, rng: random.Random) -> list[Turn]:
     return turns
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "kept"),
-    [("llama", "eagle3", 1024), pytest.param("glm", "behind the layers", 9, marks=pytest.mark.slow)],
-)
-def test_whatever_is_left_out_guesses_are_those_of_a_plain_head(
-    name: str, layout: str, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, plain, given = with_head(name, layout, tmp_path)
-    monkeypatch.setattr(guesses, "KEPT_TOKENS", kept)
+def served(target: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
+    """Serve a history with guesses; its answers are those without, and nothing is leaked."""
     monkeypatch.setattr(build, "DraftLength", Wavering)
-    watched = Watched(monkeypatch)
-    target = str(tmp_path / "target")
     tight = {**SMALL, "num_gpu_blocks_override": 10, "speculative_config": {**given, "adaptive": True}}
     with LLM(target, **tight) as llm:
         turns, stats = history(llm, random.Random(5)), llm.stats()
     assert stats.num_preemptions > 2
     assert stats.prefix_cache_hits > 50
     assert stats.num_free_blocks == stats.num_blocks
+    assert stats.drafts.num_tokens > 50
     assert any(turn.aborted for turn in turns)
     with LLM(target, **SMALL) as llm:
         outputs = llm.generate(
@@ -107,7 +100,33 @@ def test_whatever_is_left_out_guesses_are_those_of_a_plain_head(
     for turn, output in zip(turns, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert turn.tokens == (tokens[: len(turn.tokens)] if turn.aborted else tokens)
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "kept"),
+    [
+        ("llama", "eagle3", 1024), ("llama", "eagle", 9), ("mimo", "mimo", 20),
+        pytest.param("glm", "behind the layers", 9, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_whatever_is_left_out_guesses_are_those_of_a_plain_head(
+    name: str, layout: str, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain, given = with_head(name, layout, tmp_path)
+    monkeypatch.setattr(guesses, "KEPT_TOKENS", kept)
+    watched = Watched(monkeypatch)
+    served(str(tmp_path / "target"), given, monkeypatch)
     checked = [one for one in watched.guesses if one[0] and one[1]]
     assert {len(guessed) for _, guessed, *_ in checked} == {2, GUESSES}
     for known, guessed, temperature, seed in checked[:: max(1, len(checked) // 40)]:
         assert guessed == heads.plain_guesses(model, plain, known, len(guessed), temperature, seed)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_answers_are_those_without_in_any_history(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model guesses by itself too: what it has caught up with it knows."""
+    target = str(tmp_path / "target")
+    save_target("llama", Path(target))
+    model = {} if method == "ngram" else {"model": target}
+    served(target, {"method": method, "num_speculative_tokens": GUESSES, **model}, monkeypatch)
