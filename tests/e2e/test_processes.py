@@ -17,23 +17,6 @@ from tests.serving import Reader, Serve, gone
 from tests.speed import PATIENCE, wait_until
 
 
-def test_killed_core_ends_open_requests_and_turns_health_red() -> None:
-    with Serve() as server:
-        readers = [Reader(server, n=8), Reader(server)]  # of many, so that none ends before
-        server.core().kill()
-        for reader in readers:
-            assert reader.status == 200
-            assert reader.error()["code"] == "engine_dead"
-        assert server.health() == 503
-        for stream in (False, True):
-            answer = server.post("/v1/completions", {"prompt": "a", "stream": stream})
-            assert answer.status_code == 503
-            error = answer.json()["error"]
-            assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_dead")
-        assert httpx.get(f"{server.url}/v1/models").status_code == 200
-        assert server.stop() == 0
-
-
 def test_ctrl_c_while_requests_run() -> None:
     """As from a terminal: the signal reaches every process of the group."""
     with Serve() as server:

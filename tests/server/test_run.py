@@ -45,6 +45,23 @@ def test_second_signal_is_immediate(tmp_path: Path) -> None:
         assert reader.lines[-1].startswith("broken off")
 
 
+def test_a_killed_core_ends_open_requests_and_turns_health_red(tmp_path: Path) -> None:
+    with Live(tmp_path) as live:
+        readers = [Reader(live, **SLOW), Reader(live, **SLOW, n=2)]
+        live.core().kill()
+        for reader in readers:
+            assert reader.status == 200
+            assert reader.error()["code"] == "engine_dead"
+        assert live.health() == 503
+        for stream in (False, True):
+            answer = live.post("/v1/completions", {"prompt": "a", "stream": stream})
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_dead")
+        assert httpx.get(f"{live.url}/v1/models", headers=live.headers).status_code == 200
+        assert live.stop() == 0
+
+
 def test_port_in_use_is_found_before_the_engine_starts() -> None:
     async def never(config: EngineConfig) -> Any:
         raise AssertionError("the engine was started")
