@@ -32,6 +32,7 @@ from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
 from tests.runner.harness import make_core as make_real_core
 from tests.runner.harness import make_runner
+from tests.speed import PATIENCE
 from tests.structured_outputs.grammars import (
     EOS,
     VOCAB_SIZE,
@@ -286,7 +287,7 @@ class TestWhileGrammarsCompile:
     @pytest.fixture
     def slow(self, ready: threading.Event) -> Iterator[GrammarCompiler]:
         def read() -> LLTokenizer:
-            assert ready.wait(30)
+            assert ready.wait(PATIENCE)
             return byte_vocabulary()
 
         made = GrammarCompiler(read, threads=1)
@@ -404,7 +405,7 @@ class TestTurnsAtTheCompiler:
         compile = GrammarCompiler._compile
 
         def slow(self: GrammarCompiler, grammar: str) -> Matcher:
-            assert grammar != OBJECT or done.wait(30)
+            assert grammar != OBJECT or done.wait(PATIENCE)
             return compile(self, grammar)
 
         monkeypatch.setattr(GrammarCompiler, "_compile", slow)
@@ -584,7 +585,7 @@ def test_requests_under_aborts_and_failing_steps_are_neither_lost_nor_leaked(
 ) -> None:
     rng = random.Random()
     fails = {where: {rng.randrange(1250) for _ in range(3)} for where in ("execute", "sample", "result")}
-    core = make_core(Device(done=0.4, seed=rng.randrange(10**6), fails=fails), compiler, num_pages=40)
+    core = make_core(Device(done=0.4, seed=rng.randrange(10**6), fails=fails), compiler, num_pages=28)
     serve_under_aborts(core, 500, most=40)
     check_none_leaked(made)
 
@@ -594,7 +595,7 @@ def test_requests_of_a_real_model_are_neither_lost_nor_leaked(
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    core = make_real_core(make_runner("llama", "NONE"), num_blocks=12, compiler=compiler)
+    core = make_real_core(make_runner("llama", "NONE"), num_blocks=10, compiler=compiler)
     serve_under_aborts(core, 200, most=12)
     torch.set_num_threads(threads)
     check_none_leaked(made)

@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
 def test_answers_are_what_the_grammar_describes(core: EngineCore, kind: str) -> None:
     """Greedy, and from three seeds; all at once, beside requests without a grammar that get what they get alone."""
     grammar, holds = KINDS[kind]
-    seeds = random.Random().sample(range(1, 10**6), 3)
+    seeds = random.Random().sample(range(2, 10**6), 3)  # 1 is the greedy one's
     plain = [ask(0, "", 20, temperature=0.0, ignore_eos=True), ask(-1, "", 20, ignore_eos=True)]
     alone = run(core, *plain)
     greedy, *drawn = run(core, ask(1, grammar, temperature=0.0), *(ask(seed, grammar) for seed in seeds), *plain)
