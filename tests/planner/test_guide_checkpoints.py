@@ -155,9 +155,10 @@ def test_a_flag_for_another_format_is_refused_by_serving_and_planning(flag: str,
 def test_serving_reads_its_tensors_on_as_many_ranks_as_guides_give_it(name: str) -> None:
     """Two layers without memory: shapes and names alone, on the last rank."""
     checkpoint = GUIDES[name]
-    found = {**checkpoint.config, "num_hidden_layers": 2}
+    small = {"num_hidden_layers": 2, "max_position_embeddings": 8192}
+    found = {**checkpoint.config, **small}
     if "text_config" in found:
-        found["text_config"] = {**found["text_config"], "num_hidden_layers": 2}
+        found["text_config"] = {**found["text_config"], **small}
     config = ModelConfig.from_dict(found)
     context = make_context(config, Mesh(Group(checkpoint.tp - 1, checkpoint.tp)), torch.bfloat16)
     model = build_model(config, context)
