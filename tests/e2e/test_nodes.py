@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -11,9 +11,18 @@ import psutil
 import pytest
 
 from headrace.process import free_port
-from tests.serving import Serve, Served, gone, headrace
+from tests.serving import Serve, Served, gone, headrace, started
 from tests.speed import PATIENCE, wait_until
 
+HASTY = """
+import sys
+from headrace.cli.main import main
+from headrace.engine import node
+
+node.NEXT_SECONDS = 0.0
+sys.exit(main())
+"""
+"""The command on a machine that waits for no other engine once its own has ended"""
 GOLDEN = ", there was a little girl named Lily. She loved to play outside"
 
 
@@ -46,10 +55,9 @@ def test_engines_on_two_machines_share_a_door_and_a_machine_that_dies_takes_only
     flags = ["demo", "-dp", "2", "-dpl", "1", "--dtype", "float32"]
     flags += ["--data-parallel-address", "127.0.0.2", "--data-parallel-rpc-port", str(port)]
 
-    def start_other() -> subprocess.Popen[str]:
-        return headrace("serve", *flags, "--data-parallel-start-rank", "1", "--headless")
+    other_flags = ["serve", *flags, "--data-parallel-start-rank", "1", "--headless"]
 
-    with Served(start_other(), wait=False) as other, Serve(*flags) as server:
+    with Served(headrace(*other_flags), wait=False) as other, Serve(*flags) as server:
         assert [len(each.children("headrace.engine.core_process")) for each in (server, other)] == [1, 1]
         processes = [psutil.Process(server.process.pid), *server.children()]
         assert listening(processes) <= {"127.0.0.1", "127.0.0.2"}  # its own door, and the network between machines
@@ -63,7 +71,7 @@ def test_engines_on_two_machines_share_a_door_and_a_machine_that_dies_takes_only
             assert [answer.result()[: len(GOLDEN)] for answer in answers] == [GOLDEN] * 4
         assert server.health() == 200
         assert "is gone: its connection is closed" in engine_states(server)["1"]
-        with Served(start_other(), wait=False) as again:
+        with Served(started([sys.executable, "-c", HASTY, *other_flags]), wait=False) as again:
             server.wait_for("engine 1 serves again")
             assert engine_states(server) == {"0": "serving", "1": "serving"}
             everything = again.children()
