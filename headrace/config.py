@@ -280,6 +280,7 @@ class EngineConfig:
     enable_lora: bool = lora_knob(False, "Let requests have adapters (LoRA), loaded while the engine runs.")
     max_loras: int = lora_knob(1, "Most different adapters of the requests that run at once.", minimum=1)
     max_lora_rank: int = lora_knob(16, "Largest rank of an adapter.", minimum=1, maximum=512)
+    lora_experts: bool = lora_knob(False, "Let adapters change experts too, for each of which slots then have room.")
     max_cpu_loras: int | None = lora_knob(
         None, "Adapters kept in the host's memory, the last used ones; default: max_loras.", minimum=1
     )

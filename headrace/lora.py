@@ -26,3 +26,8 @@ class LowRank:
     rank: int
     a: str = ""
     b: str = ""
+    experts: int = 0
+    """the tensors are of so many experts: `a` has the rows of one behind another's, `b` their columns in turn; 0: they
+    are of one linear"""
+    turned: bool = False
+    """`a` has the outputs of those experts, and `b` their inputs: the product is the change's transpose"""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from headrace.feed_forwards import DenseMLP, FeedForward
+from headrace.feed_forwards import FeedForward
 from headrace.layer_parts import Norm, Norms, TextEmbedding, Turns
 from headrace.mixers import Attention, Mixer, RecurrentState
 from headrace.parameters import Parameter, norm, total
@@ -36,14 +36,12 @@ class LayerSpec:
 
     @cached_property
     def adapted(self) -> tuple[Parameter, ...]:
-        """The weights that low-rank adapters may change: not those of experts but beside others, nor what attention
-        applies by itself, nor keys that are values too."""
-        block = self.feed_forward
-        dense = block.parameters if isinstance(block, DenseMLP) or block.own_norm else ()
+        """The weights that low-rank adapters may change: not those of routed experts, nor what attention applies by
+        itself, nor keys that are values too."""
         both = isinstance(self.mixer, Attention) and self.mixer.values_are_keys
         return tuple(
             one
-            for one in (*self.mixer.parameters, *dense)
+            for one in (*self.mixer.parameters, *self.feed_forward.parameters)
             if one.kind == "linear" and not one.widened and not (both and one.split == "kv_heads")
         )
 

@@ -27,7 +27,8 @@ from headrace.kernels.fp8 import (
     quantize_reference,
 )
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights
-from headrace.kernels.moe import Experts, fused_moe_reference
+from headrace.kernels.moe import LEAST_ADAPTED, Experts, fused_moe_reference
+from headrace.kernels.moe_adapters import ExpertAdapters
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.paged import Sequences
@@ -599,22 +600,32 @@ def logsumexp(make: Inputs, rows: int, vocab: int) -> Cases:
 # ---- experts
 
 
-def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Cases:
-    """Make a case of a layer's own experts."""
+def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool, rank: int = 0) -> Cases:
+    """Make a case of a layer's own experts, with made-up adapters of them if these have a `rank`."""
+    adapters = made_up_expert_adapters(make, tokens, experts, rank) if rank else None
     x = make.random(tokens, experts.router.shape[1])
     extra = make.random(*x.shape) if shared else None
     rounds = experts.kind == "fp8"  # tokens are rounded or not, as their configuration says
-    config = pick_moe_config(tokens, experts.top_k, experts.num_experts, "fp8", DEVICE_FAMILY) if rounds else None
-    expected, chosen = fused_moe_reference(x, experts, extra, torch.zeros_like(x), config)
+    most = max(tokens, LEAST_ADAPTED) if rank else tokens
+    config = pick_moe_config(most, experts.top_k, experts.num_experts, "fp8", DEVICE_FAMILY) if rounds else None
+    expected, chosen = fused_moe_reference(x, experts, extra, torch.zeros_like(x), config, adapters)
 
     def run(kernel: Kernel) -> Any:
-        out, ids = kernel(x, experts, extra, torch.zeros_like(x), config)
+        out, ids = kernel(x, experts, extra, torch.zeros_like(x), config, adapters)
         if isinstance(out, HalfNormed) and isinstance(expected, HalfNormed):
             both = torch.stack((out.x, out.normed(experts.eps).to(x.dtype)))
             return as_chosen(both, torch.stack((expected.x, expected.normed(experts.eps).to(x.dtype))), ids, chosen)
         return as_chosen(out, whole(expected), ids, chosen)
 
     yield Case(run, EXPERTS[make.dtype] + (ROUNDED_FP8 if rounds else 0.0))
+
+
+def made_up_expert_adapters(make: Inputs, tokens: int, experts: Experts, rank: int) -> ExpertAdapters:
+    """Make adapters of experts as `made_up_adapters` does, and the slots of tokens."""
+    number, n, hidden = experts.num_experts, experts.inner_size, experts.router.shape[1]
+    up = made_up_adapters(make, 2 * number * (n,), hidden, rank)
+    down = made_up_adapters(make, number * (hidden,), n, rank)
+    return ExpertAdapters(make.integers(-1, len(up.a), tokens, dtype=torch.int32), up, down)
 
 
 def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: float = 0.5) -> Tensor:

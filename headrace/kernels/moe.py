@@ -26,7 +26,8 @@ from headrace.kernels.fp8 import Rounding, quantize, quantize_reference
 from headrace.kernels.gemm import vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.gemm_epilogue import ACTIVATIONS
-from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
+from headrace.kernels.moe_adapters import ExpertAdapters, SortedAdapters, added_reference
+from headrace.kernels.moe_config import FEW_TOKENS, Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference, routing_here
 from headrace.kernels.moe_tiled import launch_tiled_experts
@@ -41,6 +42,8 @@ from headrace.kernels.tiled import TiledWeight
 
 Shared = Tensor | Callable[[Tensor], Tensor] | None
 """The output of a shared expert # [T, hidden], or what computes it of the layer's input, normed; None: there is none"""
+LEAST_ADAPTED = 1 + max(FEW_TOKENS.values())
+"""tokens that are computed by tiles on every device"""
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
 
@@ -132,13 +135,15 @@ def fused_moe(
     shared: Shared = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """Return the layer's output [T, hidden] for x [T, hidden], and each token's experts [T, top_k] int32, best first.
 
     A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
     `shared` is added times the sigmoid of its gate if it has one. `residual` [T, hidden] contiguous: the sum with it is
     written over it, and returned; it may be x. Then, up to HALF_NORMED_TOKENS and if the layer has a `next_norm`, the
-    result is HalfNormed. Experts that are not here add nothing.
+    result is HalfNormed. Experts that are not here add nothing. With `adapters` even few tokens are computed by tiles,
+    and a `config` must say so.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.num_experts, experts.inner_size
@@ -146,7 +151,8 @@ def fused_moe(
     if not num_tokens:
         return out, torch.empty((0, experts.top_k), dtype=torch.int32, device=x.device)
     if config is None:
-        config = pick_moe_config(num_tokens, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
+        most = num_tokens if adapters is None else max(num_tokens, LEAST_ADAPTED)
+        config = pick_moe_config(most, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
     alone = config.block_m == 1
     here = experts.place is None
     routing, logits, normed = norm_and_route(
@@ -162,8 +168,11 @@ def fused_moe(
     gated = logits.shape[1] > experts.num_routed
     shared = shared(normed) if callable(shared) else shared
     gate = (shared, logits[:, experts.num_routed :] if gated else None, logits.stride(0))
-    run = _one_by_one if alone else _by_tiles
-    return run(out, normed, inner, experts, routing, (residual, *gate), config), ids
+    if alone:
+        return _one_by_one(out, normed, inner, experts, routing, (residual, *gate), config), ids
+    first = 0 if experts.place is None else experts.place[0]
+    adapted = None if adapters is None else SortedAdapters.of(adapters, ids, first, num_experts)
+    return _by_tiles(out, normed, inner, experts, routing, (residual, *gate), config, adapted), ids
 
 
 def _shares(experts: Experts, routing: Routing) -> tuple[Tensor | None, Tensor | None]:
@@ -216,8 +225,9 @@ def _one_by_one(
 
 
 def _by_tiles(
-    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
-) -> Tensor | HalfNormed:
+    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig,
+    adapted: SortedAdapters | None = None,
+) -> Tensor | HalfNormed:  # fmt: skip
     (num_tokens, hidden), pairs = x.shape, len(inner)
     make = torch.empty if experts.place is None else torch.zeros  # no tile writes the pairs of experts elsewhere
     outer = make((pairs, hidden), dtype=x.dtype, device=x.device)
@@ -227,9 +237,13 @@ def _by_tiles(
         (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, in_share, config.up),
         (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, None, config.down),
     ):
+        gated, added = target is inner, None
+        top_k = experts.top_k if gated else 1
+        if adapted is not None:
+            added = adapted.added(source, adapted.adapters.w13 if gated else adapted.adapters.w2, top_k)
         if isinstance(weight, TiledWeight):
             launch_tiled_experts(
-                target, source, weight, bias, share, routing, experts.top_k, config.block_m, tile, gates
+                target, source, weight, added, bias, share, routing, top_k, config.block_m, tile, gates
             )
             continue
         tile = _fit(tile, target.shape[1], source.shape[1], weight)
@@ -237,8 +251,8 @@ def _by_tiles(
         if scale is not None:
             values, x_scale, *_ = quantize(source, rounding or Rounding(weight.dtype))
         tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, values, x_scale, weight, scale, bias, share, routing.order, routing.tiles, tiles,
-            N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=target is inner, BLOCK_M=config.block_m,
+            target, values, x_scale, weight, scale, added, bias, share, routing.order, routing.tiles, tiles, None,
+            N=target.shape[1], K=source.shape[1], TOP_K=top_k, GATED=gated, IN_SLOT=0, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **overlap(),
         )  # fmt: skip
@@ -266,6 +280,7 @@ def fused_moe_reference(
     shared: Shared = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
@@ -288,8 +303,15 @@ def fused_moe_reference(
             continue
         share = weights[token, choice, None]
         both = _product_reference(normed[token], *up, expert, rounds, share if experts.scales_input else None)
+        if adapters is not None:
+            of_token, num_experts = adapters.slots[token], experts.num_experts
+            added = added_reference(normed[token], adapters.w13, of_token, expert, num_experts)
+            both += (added * share).to(x.dtype) if experts.scales_input else added
         gate, up_half = both.chunk(2, dim=-1)
-        own = _product_reference(gated_reference(gate, up_half, experts), *down, expert, rounds)
+        inner = gated_reference(gate, up_half, experts)
+        own = _product_reference(inner, *down, expert, rounds)
+        if adapters is not None:
+            own += added_reference(inner, adapters.w2, of_token, expert, num_experts)
         out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
     shared = shared(normed) if callable(shared) else shared
     if shared is not None:

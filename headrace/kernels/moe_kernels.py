@@ -133,15 +133,18 @@ def down_one_by_one_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
-    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr, max_tiles,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, added_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr,
+    max_tiles, slot_step,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, IN_SLOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, KIND: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
 
-    GATED: x is [tokens, K], weight [experts, 2 * N, K], and a pair gets what `gated` says. Otherwise x is [pairs, K]
-    and weight is [experts, N, K]. If they are fp8, each has a scale a row. `share` [pairs]: factors of x, if any.
+    x is [pairs / TOP_K, K]. GATED: weight is [experts, 2 * N, K], and a pair gets what `gated` says. Otherwise it is
+    [experts, N, K]. If they are fp8, each has a scale a row. `share` [pairs]: factors of x, if any. `added` [pairs,
+    rows of weight]: what is added to the product, if any. IN_SLOT: so many experts each are `slot_step` numbers of the
+    weight apart from the next ones; 0: all are one behind another.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -159,10 +162,14 @@ def tiles_kernel(
         member = tl.arange(0, BLOCK_M)
         inside = (member < count)[:, None]
         pair = tl.load(order_ptr + tl.load(tiles_ptr + max_tiles + tile) + member, mask=member < count, other=0)
-        source = (pair // TOP_K if GATED else pair).to(tl.int64)
+        source = (pair // TOP_K).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + source[:, None] * K + k[None, :]
-        weight_ptrs = weight_ptr + expert * (ALL_ROWS * K) + row[:, None] * K + k[None, :]
+        if IN_SLOT == 0:
+            at = expert * (ALL_ROWS * K)
+        else:
+            at = expert // IN_SLOT * slot_step + expert % IN_SLOT * (ALL_ROWS * K)
+        weight_ptrs = weight_ptr + at + row[:, None] * K + k[None, :]
         if SWAP:
             acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
         else:
@@ -182,6 +189,9 @@ def tiles_kernel(
             acc *= tl.load(x_scale_ptr + source, mask=member < count, other=0.0)[:, None]
         if scale_ptr is not None:
             acc *= tl.load(scale_ptr + expert * ALL_ROWS + row)[None, :]
+        if added_ptr is not None:
+            added_ptrs = added_ptr + pair.to(tl.int64)[:, None] * ALL_ROWS + row[None, :]
+            acc += tl.load(added_ptrs, mask=inside, other=0.0).to(tl.float32)
         if share_ptr is not None:
             acc *= tl.load(share_ptr + pair, mask=member < count, other=0.0)[:, None]
         if bias_ptr is not None:

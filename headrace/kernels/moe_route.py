@@ -332,14 +332,21 @@ def routing_here(
         here &= is_token[: len(own), None]
     weights = routing.weights.masked_fill(~here, 0.0)
     if block_m:
-        found = _empty_routing(len(own), num_experts, own.shape[1], block_m, own.device)
-        found.ids.copy_(own.masked_fill(~here, num_experts))
+        found = routing_of(own.masked_fill(~here, num_experts), num_experts, block_m)
         found.weights.copy_(weights)
-        found.tiles.zero_()  # those that the pairs of other experts would fill have no members
-        _sort(found, num_experts, block_m)
         return found
     best = own.gather(1, here.int().argmax(dim=1, keepdim=True)).clamp(0, num_experts - 1)
     return routing._replace(ids=torch.where(here, own, best).contiguous(), weights=weights)
+
+
+def routing_of(ids: Tensor, num_experts: int, block_m: int) -> Routing:
+    """Return the order and tiles of pairs with the experts `ids` # [num_tokens, top_k]; `num_experts` stands for none.
+    Its weights are not written."""
+    found = _empty_routing(len(ids), num_experts, ids.shape[1], block_m, ids.device)
+    found.ids.copy_(ids)
+    found.tiles.zero_()  # those that the pairs of no expert would fill have no members
+    _sort(found, num_experts, block_m)
+    return found
 
 
 def _sort(routing: Routing, num_experts: int, block_m: int) -> None:

@@ -21,8 +21,8 @@ _ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LA
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiled_experts_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr, parts_ptr,
-    arrived_ptr, max_tiles, words_step,
+    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, added_ptr, bias_ptr, share_ptr, order_ptr, tiles_ptr,
+    parts_ptr, arrived_ptr, max_tiles, words_step,
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, ALL_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -35,7 +35,8 @@ def tiled_experts_kernel(
 
     GATED: x is [tokens, K], with factors `share` [pairs] if there are any, and N outputs are of 2 * N rows of the
     weight, gate and up. Otherwise x is [pairs, K],
-    which the kernel before this one writes; the experts were chosen before that.
+    which the kernel before this one writes; the experts were chosen before that. `added` [pairs, HELD]: numbers that
+    are added to the product, if any.
     """
     HELD: tl.constexpr = 2 * N if GATED else N  # rows of an expert
     PART: tl.constexpr = ((ALL_BLOCKS + BLOCKS - 1) // BLOCKS + SPLIT - 1) // SPLIT * BLOCKS
@@ -75,6 +76,10 @@ def tiled_experts_kernel(
             held_row = row_of(where * OUTPUTS + tl.arange(0, OUTPUTS), HELD, GATED)
             if factors_ptr is not None:
                 acc *= tl.load(factors_ptr + expert * HELD + held_row, mask=held_row < HELD, other=0.0)[None, :]
+            if added_ptr is not None:
+                more = inside[:, None] & (held_row < HELD)[None, :]
+                added = tl.load(added_ptr + pair[:, None] * HELD + held_row[None, :], mask=more, other=0.0)
+                acc += added.to(tl.float32)
             if share_ptr is not None:
                 acc *= tl.load(share_ptr + pair, mask=inside, other=0.0)[:, None]
             if bias_ptr is not None:
@@ -98,6 +103,7 @@ def launch_tiled_experts(
     out: Tensor,
     x: Tensor,
     weight: TiledWeight,
+    added: Tensor | None,
     bias: Tensor | None,
     share: Tensor | None,
     routing: Routing,
@@ -107,7 +113,7 @@ def launch_tiled_experts(
     gates: dict[str, float],
 ) -> None:
     """Write x [tokens or pairs, K] times the pairs' experts and factors `share` to `out` [pairs, N], gated if the
-    weight is."""
+    weight is. `added` [pairs, rows of an expert]: what is added before."""
     n, k = out.shape[1], x.shape[1]
     outputs = 2 * tile.block_n if weight.gated else tile.block_n
     count = routing.tiles.shape[1]
@@ -117,7 +123,7 @@ def launch_tiled_experts(
     if split > 1:
         parts = x.new_empty((sharers, split, block_m, outputs), dtype=torch.float32)
     tiled_experts_kernel[(sharers * split,)](
-        out, x, weight.codes, weight.words, weight.factors, bias, share, routing.order, routing.tiles, parts,
+        out, x, weight.codes, weight.words, weight.factors, added, bias, share, routing.order, routing.tiles, parts,
         weight.arrived, count, weight.words_step,
         N=n, K=k, TILES=weight.codes.shape[1], ALL_BLOCKS=weight.codes.shape[2], EVEN_K=k % tile.block_k == 0,
         TOP_K=top_k, GATED=weight.gated, BLOCK_M=block_m, OUTPUTS=outputs, BLOCKS=tile.block_k // BLOCK,

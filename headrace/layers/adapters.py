@@ -22,21 +22,48 @@ from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import KernelTable
 from headrace.layers.embedding import VocabParallelEmbedding
 from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
 from headrace.lora import LowRank
-from headrace.quantization.scheme import Part
+from headrace.quantization.scheme import LinearSpec, Part
 
 ReadTensor = Callable[[str, slice, slice], Tensor]
 """(tensor of an adapter's file, rows, columns) -> that slice of it, on the host"""
 
 
-class Seat:
-    """Holds the adapters of one linear, or of the embedding."""
+@dataclass(frozen=True)
+class Named:
+    """Describes a part of a linear."""
 
-    def __init__(
-        self, owner: Adapters, number: int, weights: AdapterWeights, parts: list[tuple[list[str], Part, int]]
-    ) -> None:
-        """`number`: its place among the owner's seats. `parts`: names of the linear's parts, each with where it is in
-        the weight, and with how many rows come before it in the tensors of all parts together."""
+    names: list[str]
+    """its own and, if there are others, that of all together"""
+    part: Part
+    """where it is in the weight"""
+    before: int = 0
+    """how many rows come before it in the tensors of all"""
+    step: int = 1
+    """every so many of their rows are its own"""
+    expert: int = 0
+    """whose it is, where those of all experts are together"""
+
+    def matrices(self, change: LowRank, first: int, tensor: ReadTensor) -> tuple[Tensor, Tensor]:
+        """Return the first matrix # [rank, inputs] and the second # [outputs, rank], whose rows begin with `first`."""
+        rows, columns, rank = self.part.rows, self.part.columns, change.rank
+        if not change.experts:
+            every, rows = slice(0, rank), slice(first + rows.start, first + rows.stop)
+            return tensor(change.a, every, columns), tensor(change.b, rows, every)
+        step = self.step if self.step > 1 else None
+        rows = slice(first + rows.start * self.step, first + rows.stop * self.step, step)
+        own, in_turn = slice(self.expert * rank, (self.expert + 1) * rank), slice(self.expert, None, change.experts)
+        if change.turned:
+            return tensor(change.b, columns, in_turn).T, tensor(change.a, own, rows).T
+        return tensor(change.a, own, columns), tensor(change.b, rows, in_turn)
+
+
+class Seat:
+    """Holds the adapters of one linear, or of the embedding, or of a linear of each of a rank's experts."""
+
+    def __init__(self, owner: Adapters, number: int, weights: AdapterWeights, parts: list[Named]) -> None:
+        """`number`: its place among the owner's seats. `parts`: the linear's."""
         self.owner, self.number, self.weights, self.parts = owner, number, weights, parts
 
     fuses = True
@@ -79,21 +106,21 @@ class Seat:
     def read(self, changes: dict[str, LowRank], tensor: ReadTensor, a: Tensor, b: Tensor) -> int:
         """Write an adapter's matrices into this seat's A and B; return its rank, 0: it does not change the linear."""
         room, most = self.weights.rank, 0
-        found = [changes[name] for one in self.parts for name in one[0][:1] if name in changes]
+        found = [changes[name] for one in self.parts for name in one.names[:1] if name in changes]
         if len(found) < len(self.parts) or any(one.rank < room for one in found):
             a.zero_(), b.zero_()  # what is not written below
-        for place, (names, part, before) in enumerate(self.parts):
-            for name, first in zip(names, (0, before), strict=False):
+        for place, one in enumerate(self.parts):
+            for name, first in zip(one.names, (0, one.before), strict=False):
                 if (change := changes.get(name)) is None:
                     continue
-                rows, every = slice(first + part.rows.start, first + part.rows.stop), slice(0, change.rank)
-                of_a, of_b = tensor(change.a, every, part.columns), tensor(change.b, rows, every)
+                of_a, of_b = one.matrices(change, first, tensor)
                 a[place * room : place * room + change.rank, : of_a.shape[1]] = of_a
                 scaled = of_b if change.scale == 1.0 else of_b.float() * change.scale
-                b[part.offset : part.offset + of_b.shape[0], : change.rank] = scaled
+                b[one.part.offset : one.part.offset + of_b.shape[0], : change.rank] = scaled
                 most = max(most, change.rank)
         if a.dtype == torch.float16 and not all(bool(one.isfinite().all()) for one in (a, b) if most):
-            raise CheckpointError(f"the adapter of {self.parts[0][0][-1]} has numbers that are too large for float16")
+            names = self.parts[0].names
+            raise CheckpointError(f"the adapter of {names[-1]} has numbers that are too large for float16")
         return most
 
 
@@ -124,17 +151,40 @@ class Adapters:
         if isinstance(layer, VocabParallelEmbedding) and path in self.names:
             vocab, hidden = layer.shape
             part = Part(None, (hidden, vocab), slice(0, hidden), layer.rows, 0)
-            layer.seat = self._seat([([path], part, 0)], layer.weight.shape[0], hidden, rank)
+            layer.seat = self._seat([Named([path], part)], layer.weight.shape[0], hidden, rank)
         elif isinstance(layer, Linear) and not self.names.isdisjoint(part.path(path) for part in layer.parts):
             parts, first = [], 0
             for part in layer.parts:
-                parts.append(([part.path(path), *([path] if part.name else [])], part, first))
+                parts.append(Named([part.path(path), *([path] if part.name else [])], part, first))
                 first += part.shape[0]
             seat = self._seat(parts, layer.spec.in_features, layer.spec.out_features, rank)
             layer.fused = replace(layer.fused, addend=seat)
+        elif isinstance(layer, SparseMoE) and f"{path}.experts.down_proj" in self.names:
+            layer.seats = tuple(
+                self._seat(
+                    self._of_experts(f"{path}.experts", layer, spec, together),
+                    spec.in_features,
+                    len(layer.own) * spec.out_features,
+                    rank,
+                )
+                for spec, together in ((layer.gate_up_spec, "gate_up_proj"), (layer.down_spec, "down_proj"))
+            )
 
-    def _seat(self, parts: list[tuple[list[str], Part, int]], inputs: int, outputs: int, rank: int) -> Seat:
-        sizes = tuple(part.rows.stop - part.rows.start for _, part, _ in parts)
+    def _of_experts(self, path: str, layer: SparseMoE, spec: LinearSpec, together: str) -> list[Named]:
+        """Return the parts of each expert's linear, one expert's behind another's."""
+        wide, parts = layer.spec.expert_intermediate_size, list[Named]()
+        step = len(spec.parts) if layer.spec.names.stacked else 1  # gates and ups are in turn
+        for here, expert in enumerate(layer.own):
+            for place, part in enumerate(spec.parts):
+                ahead = place * wide if part.shape[0] == 2 * wide else 0  # the checkpoint has gates and ups in one
+                rows = slice(part.rows.start - ahead, part.rows.stop - ahead)
+                part = replace(part, rows=rows, offset=here * spec.out_features + part.offset)
+                names = [f"{path}.{expert}.{part.name}", f"{path}.{together}"]
+                parts.append(Named(names, part, place if step > 1 else place * wide, step, expert))
+        return parts
+
+    def _seat(self, parts: list[Named], inputs: int, outputs: int, rank: int) -> Seat:
+        sizes = tuple(one.part.rows.stop - one.part.rows.start for one in parts)
         starts = torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=self.device)
         a = torch.empty(self.num_slots, len(parts) * rank, inputs, dtype=self.dtype, device="meta")
         b = torch.empty(self.num_slots, outputs, rank, dtype=self.dtype, device="meta")

@@ -19,6 +19,7 @@ from headrace import feed_forwards
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
 from headrace.kernels.moe import Experts, SwigluClamp
+from headrace.kernels.moe_adapters import ExpertAdapters
 from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, whole
 from headrace.kernels.tiled import TiledWeight
@@ -142,6 +143,8 @@ class SparseMoE(Layer):
         """what it computes besides: the norm of its input, half the next one; models/fusion.py adds them"""
         self.pending = False
         """Its output has one reader, a norm, which calls `added_to`."""
+        self.seats: tuple[Any, ...] = ()
+        """of gate and up, and of down, where adapters may change experts (layers/adapters.py)"""
         self.kept_ids: Tensor | None = None
         ranks = [Group(rank, group.size) for rank in range(group.size)] if context.whole_experts else [Group()]
         self.places = [own_experts(spec.num_experts, rank) for rank in ranks]
@@ -318,7 +321,11 @@ class SparseMoE(Layer):
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """Return this rank's share of the output, for the tokens of all engines."""
         shared = getattr(self, self.spec.names.shared) if self.has_shared else None
-        out, ids = self.fused_moe(x, self.experts, shared, residual)
+        adapters = None
+        if any(seat.wanted for seat in self.seats):
+            up, down = self.seats
+            adapters = ExpertAdapters(up.slots.of_tokens, up.weights, down.weights)
+        out, ids = self.fused_moe(x, self.experts, shared, residual, adapters=adapters)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
         if self.chosen is not None:

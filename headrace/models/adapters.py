@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
+from headrace.feed_forwards import Experts
 from headrace.lora import LowRank
 from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig, read_object
@@ -27,7 +28,7 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 FLOATS = ("F16", "BF16", "F32")
 REFUSED = {
     "use_dora": "DoRA", "lora_bias": "biases", "use_qalora": "QA-LoRA", "modules_to_save": "whole modules beside it",
-    "trainable_token_indices": "rows of embeddings", "target_parameters": "parameters that are not linears",
+    "trainable_token_indices": "rows of embeddings",
     "layer_replication": "layers that occur several times", "alora_invocation_tokens": "activation by tokens",
 }  # fmt: skip
 """fields of adapter_config.json that must not be set -> what they would ask for"""
@@ -37,6 +38,9 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(
 _BASE = re.compile(r"\.base_layer\.weight$|(?:^|\.)(?:embed_tokens|lm_head)\.weight$")
 """names of copies that PEFT makes of the model's own embeddings"""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+_OF_ALL_EXPERTS = re.compile(r"(.*\.experts)((?:\.base_layer)*)")
+PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+"""the tensors of all experts that `target_parameters` may name: PEFT puts the adapter of each around those before it"""
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,16 @@ class AdapterFile:
     path: Path
     """of its weights"""
     changes: dict[str, LowRank] = field(default_factory=dict)
-    """by the changed linear, as models of text alone call it: `model.layers.0.self_attn.q_proj`"""
+    """by the changed linear, as models of text alone call it: `model.layers.0.self_attn.q_proj`, and that of one expert
+    or of all `model.layers.0.mlp.experts.7.up_proj` and `model.layers.0.mlp.experts.gate_up_proj`"""
 
 
-def adapted_linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+def adapted_linears(spec: ModelSpec, experts: bool = False) -> dict[str, tuple[int, ...]]:
     """Return [outputs, inputs] of the linears that an adapter may change, those too that files may hold as one; of the
-    embedding, [vocab_size, hidden_size]. Experts and what attention applies by itself are not among them, nor keys that
-    are values too, nor rows of queries, keys and values in turn."""
-    found: dict[str, tuple[int, int]] = {}
+    embedding, [vocab_size, hidden_size]. What attention applies by itself is not among them, nor keys that are values
+    too, nor rows of queries, keys and values in turn, nor routers, nor without `experts` those: each one's linears, and
+    [experts, outputs, inputs] of all together."""
+    found: dict[str, tuple[int, ...]] = {}
     for index, layer in enumerate(spec.layers):
         for one in layer.adapted:
             outputs, inputs = one.shape
@@ -63,33 +69,49 @@ def adapted_linears(spec: ModelSpec) -> dict[str, tuple[int, int]]:
             if one.fused and not in_turn:
                 together = f"{name.rpartition('.')[0]}.{one.fused}"
                 found[together] = found.get(together, (0, 0))[0] + outputs, inputs
+        if experts and isinstance(block := layer.feed_forward, Experts):
+            path, names, number = f"model.layers.{index}.{block.block}.experts", block.names, block.num_experts
+            hidden, wide = block.hidden_size, block.expert_intermediate_size
+            up, down = (wide, hidden), (hidden, wide)
+            found[f"{path}.gate_up_proj"], found[f"{path}.down_proj"] = (number, 2 * wide, hidden), (number, *down)
+            for linear, shape in ((names.gate, up), (names.up, up), (names.down, down)):
+                found |= {f"{path}.{expert}.{linear}": shape for expert in range(number)}
     found[EMBEDDING] = spec.vocab_size, spec.hidden_size
     if spec.has_head:
         found[HEAD] = spec.vocab_size, spec.hidden_size
     return found
 
 
-def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterFile:
-    """Read the headers of an adapter for the model of `config`. Raises CheckpointError, or UnsupportedModelError for a
-    field of adapter_config.json, saying what is wrong and what is accepted."""
+def read_adapter(folder: Path, config: ModelConfig, max_rank: int, experts: bool = False) -> AdapterFile:
+    """Read the headers of an adapter for the model of `config`, which may change its experts if `experts` says so.
+    Raises CheckpointError, or UnsupportedModelError for a field of adapter_config.json, saying what is wrong and what
+    is accepted."""
     fields = _config(folder, max_rank)
     spec = describe(config)
-    known, file = adapted_linears(spec), AdapterFile(folder / WEIGHTS)
+    known, file = adapted_linears(spec, experts=True), AdapterFile(folder / WEIGHTS)
+    blocks = {layer.feed_forward.block for layer in spec.layers}
     shapes, copies = dict[str, tuple[int, ...]](), []
     for name, shape, dtype in _tensors(file.path):
         found = _TENSOR.fullmatch(name)
         if found is None:
             copies.append(name)
             continue
-        theirs, which = found.groups()
-        module = text_name(theirs, config, spec.names)
+        theirs, which = _parameter(fields, found[1]), found[2]
+        module = text_name(f"{theirs}.", config, spec.names).removesuffix(".")
         if config.more_than_text and not OF_TEXT.match(f"{module}."):
             continue
-        module = module if module in known else f"model.{module}"
-        if module not in known:
-            raise _refused(file, name, f"changes {theirs!r}, which is no linear of this model that adapters can change")
+        # transformers calls every feed-forward mlp, whatever checkpoints do
+        others = (module.replace(".mlp.", f".{block}.") for block in sorted(blocks))
+        module = next((one for name in (module, *others) for one in (name, f"model.{name}") if one in known), "")
+        if not module:
+            accepted = ", ".join(sorted({one.rpartition(".")[2] for one in adapted_linears(spec, experts)}))
+            raise _refused(file, name, f"changes {theirs!r}, which is no linear of this model that adapters can change "
+                           f"(there are {accepted})")  # fmt: skip
+        if ".experts." in module and not experts:
+            raise _refused(file, name, f"changes {theirs!r}, which needs lora_experts (--lora-experts)")
         if not _is_target(fields, theirs):
-            raise _refused(file, name, f"changes {theirs!r}, which target_modules of {CONFIG} does not name")
+            raise _refused(file, name, f"changes {theirs!r}, which neither target_modules nor target_parameters of "
+                           f"{CONFIG} names")  # fmt: skip
         if dtype not in FLOATS:
             raise _refused(file, name, f"is of type {dtype}; accepted: {', '.join(FLOATS)}")
         rank = _of_module(fields, "rank_pattern", "r", theirs)
@@ -103,14 +125,28 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterFil
     for name in copies:
         if not _BASE.search(name):
             raise _refused(file, name, "is none of an adapter's (lora_A, lora_B)")
+    _complete(file, known, shapes)
     for module, change in file.changes.items():
-        outputs, inputs = known[module][::-1] if module == EMBEDDING else known[module]
-        for which, name, shape in (("A", change.a, (change.rank, inputs)), ("B", change.b, (outputs, change.rank))):
+        outputs, inputs = known[module][-2:][:: -1 if module == EMBEDDING or change.turned else 1]
+        rank = change.rank * (change.experts or 1)
+        for which, name, shape in (("A", change.a, (rank, inputs)), ("B", change.b, (outputs, rank))):
             if not name:
                 raise CheckpointError(f"{file.path} lacks lora_{which} of {module}")
             if shapes[name] != shape:
                 raise _refused(file, name, f"has shape {list(shapes[name])}, model and {CONFIG} ask for {list(shape)}")
     return file
+
+
+def _complete(file: AdapterFile, known: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Say of changes of all experts together how many those are, and what their shapes tell: that PEFT took the weights
+    for [experts, in, out], whatever they were, as it did up to 0.18. Raises CheckpointError where they tell nothing."""
+    found = [(one, known[module]) for module, one in file.changes.items() if len(known[module]) == 3]
+    told = [shapes.get(one.a, (0,))[-1] == rows for one, (_, rows, columns) in found if rows != columns]
+    for change, (number, *_) in found:
+        change.experts, change.turned = number, any(told)
+        if not told:
+            why = "may be of inputs or of outputs, as versions of PEFT have it: they are equally many, and no other"
+            raise _refused(file, change.a, f"{why} tensor tells")
 
 
 def _config(folder: Path, max_rank: int) -> Fields:
@@ -163,14 +199,33 @@ def _matches(fields: Fields, pattern: str, module: str) -> bool:
         raise CheckpointError(f"{fields.where}: {pattern!r} is no regular expression: {error}") from None
 
 
+def _parameter(fields: Fields, module: str) -> str:
+    """Return the name of what a module's adapter changes: of all experts, one of the tensors that `target_parameters`
+    names."""
+    found = _OF_ALL_EXPERTS.fullmatch(module)
+    if found is None:
+        return module
+    names = [name for one in PARAMETERS if _ends(name := f"{found[1]}.{one}", fields.texts("target_parameters"))]
+    inner = found[2].count(".base_layer")
+    return names[-1 - inner] if inner < len(names) else module
+
+
+def _ends(name: str, ends: Sequence[str]) -> bool:
+    """Tell whether a name is one of `ends`, or ends with a dot and one of them."""
+    return any(name == one or name.endswith(f".{one}") for one in ends)
+
+
 def _is_target(fields: Fields, module: str) -> bool:
-    """Tell whether `target_modules` names a module: by a regular expression for all its name, or by the end of it."""
+    """Tell whether `target_modules` names a module, by a regular expression for all its name or by the end of it, or
+    `target_parameters` it or its weight."""
+    if any(_ends(name, fields.texts("target_parameters")) for name in (module, f"{module}.weight")):
+        return True
     targets: Any = fields.values.get("target_modules")
     if targets is None or targets == "all-linear":
         return True
     if isinstance(targets, str):
         return _matches(fields, targets, module)
-    return any(module == one or module.endswith(f".{one}") for one in fields.texts("target_modules"))
+    return _ends(module, fields.texts("target_modules"))
 
 
 def _of_module(fields: Fields, pattern: str, usual: str, module: str) -> float:

@@ -134,11 +134,12 @@ def memory_map(
     graph_mode: str = "FULL_AND_PIECEWISE",
     speculates: bool = False,
     decode_lens: tuple[int, ...] = (1,),
-    adapters: tuple[int, int] = (0, 0),
+    adapters: tuple[int, int, bool] = (0, 0, False),
 ) -> MemoryMap:
     """Map one GPU's memory. Limits, and the tokens that the cache holds, are those of one replica or data-parallel
     rank. `speculates`: layers of the checkpoint that predict further tokens are loaded. `decode_lens`: the numbers of
-    tokens that a running request may have in a step, guesses included. `adapters`: slots, and the rank of each.
+    tokens that a running request may have in a step, guesses included. `adapters`: slots, the rank of each,
+    and whether they may change experts.
 
     Of pipeline stages it is the map of the one whose cache holds least. Never fails: what does not fit says by how
     much (`missing`), and a split that leaves a remainder is rounded up.
@@ -170,7 +171,7 @@ def _map_of_stage(
     graph_mode: str,
     speculates: bool,
     decode_lens: tuple[int, ...],
-    adapters: tuple[int, int],
+    adapters: tuple[int, int, bool],
 ) -> MemoryMap:
     """Map the memory of a GPU of one stage."""
     shape, chip, parallel, engine = deployment.shape, deployment.chip, deployment.parallel, deployment.engine
@@ -194,7 +195,7 @@ def _map_of_stage(
     places = longest + most_drafts
     tokens_of_row = places + 1 + (most_drafts > 0) if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = hidden_states + (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(places / block_size))
-    tables += adapter_bytes(spec, parallel.tp, *adapters, shape.plain_bytes)
+    tables += adapter_bytes(spec, parallel, *adapters, shape.plain_bytes)
     if engine == "headrace":
         angles = _angles(spec, longest + max(decode_lens))
         tables += angles + _beside_rows(deployment, graph_mode) + 2 * layout.page_bytes  # one page, and padding's

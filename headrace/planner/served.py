@@ -194,7 +194,7 @@ def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerF
         block_size=config.block_size,
         graph_mode=config.compilation_config.get("cudagraph_mode", "NONE"),
         decode_lens=config.decode_lens,
-        adapters=(config.max_loras, config.max_lora_rank) if config.enable_lora else (0, 0),
+        adapters=(config.max_loras if config.enable_lora else 0, config.max_lora_rank, config.lora_experts),
     )
 
 

@@ -21,16 +21,23 @@ RANK_STEP = 16
 """as in kernels/adapters.py"""
 
 
-def adapter_bytes(spec: ModelSpec, tp: int, slots: int, rank: int, itemsize: float) -> int:
-    """Count the bytes of slots for adapters of ranks up to `rank`, and of one more that is on its way, on one of `tp`
-    ranks: of each weight that they may change, as many as the rank holds inputs and outputs of it, for each of the
-    ranks that memory is laid out for."""
+def adapter_bytes(
+    spec: ModelSpec, parallel: Parallel, slots: int, rank: int, with_experts: bool, itemsize: float
+) -> int:
+    """Count the bytes of slots for adapters of ranks up to `rank`, and of one more that is on its way, on one GPU: of
+    each weight that they may change, as many as the GPU holds inputs and outputs of it, for each of the ranks that
+    memory is laid out for. Slices of experts count as equal."""
+    tp, (whole, slices) = parallel.tp, (parallel.expert_gpus, 1) if parallel.ep else (1, parallel.expert_gpus)
     ends = spec.has_embedding + (spec.has_head and spec.has_end)
     lengths = ends * (spec.hidden_size + math.ceil(spec.vocab_size / tp))
     for layer, count in spec.groups:
         for one in layer.adapted:
             shared = 0 if one.split == "whole" else one.shape[one.axis]
             lengths += count * (sum(one.shape) - shared + math.ceil(shared / tp))
+        block = layer.feed_forward
+        if with_experts and block.num_experts:
+            of_one = 3 * (block.hidden_size + math.ceil(block.expert_intermediate_size / slices))
+            lengths += count * math.ceil(block.num_experts / whole) * of_one
     return math.ceil((slots + 1) * -(-rank // RANK_STEP) * RANK_STEP * lengths * itemsize)
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -38,9 +39,10 @@ class Kept:
 class AdapterStore:
     """Holds a rank's adapters. `read` may be called from one other thread; all else is the runner's."""
 
-    def __init__(self, adapters: Adapters, model_config: ModelConfig) -> None:
+    def __init__(self, adapters: Adapters, model_config: ModelConfig, experts: bool = False) -> None:
+        """`experts`: adapters may change those."""
         self.adapters = adapters
-        self._model_config = model_config
+        self._model_config, self._experts = model_config, experts
         self._kept: dict[int, Kept] = {}
         """lora_int_id -> the adapter"""
         self._free: list[int] = []
@@ -64,7 +66,8 @@ class AdapterStore:
     def read(self, request: LoRARequest, dropped: Sequence[int] = ()) -> None:
         """Read an adapter, after forgetting the `dropped` ones. Raises UserError for one that cannot be served."""
         self._free += [self._kept.pop(number).place for number in dropped if number in self._kept]
-        file = read_adapter(Path(request.lora_path), self._model_config, self.adapters.max_rank)
+        path, most = Path(request.lora_path), self.adapters.max_rank
+        file = read_adapter(path, self._model_config, most, self._experts)
         with self._lock:
             self._ahead, copied = 0, self._copied
         if copied is not None:
@@ -74,10 +77,16 @@ class AdapterStore:
         with safe_open(file.path, framework="pt") as opened:
 
             def tensor(name: str, rows: slice, columns: slice) -> Tensor:
+                if rows.step or columns.step:  # of every so many, which come one after the other
+                    return whole(name)[rows, columns]
                 found: Tensor = opened.get_slice(name)[rows, columns]
                 if found.numel() and not all(map(math.isfinite, map(float, found.aminmax()))):  # NaN survives
                     raise CheckpointError(f"{file.path}: tensor {name!r} holds NaN or Inf")
                 return found
+
+            @lru_cache(maxsize=1)
+            def whole(name: str) -> Tensor:
+                return tensor(name, slice(None), slice(None))
 
             seats = self.adapters.read(file.changes, tensor, values, ranks)
         self._kept[request.lora_int_id] = Kept(self._free.pop(), seats)

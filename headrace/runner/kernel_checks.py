@@ -351,6 +351,9 @@ def _fused_moe(subject: Subject) -> Cases:
     for layer in subject.ends(SparseMoE):
         for tokens in TOKENS:
             yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared)
+        for seat in layer.seats[:1]:
+            for tokens in TOKENS[::3]:
+                yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared, seat.weights.rank)
 
 
 def _gated_delta_step(subject: Subject) -> Cases:

@@ -168,9 +168,9 @@ class Worker:
         own = len(specs) - len(behind)
         of_model = context.layers(0, own)
         if config.enable_lora:
-            names = adapted_linears(described).keys()
+            names = adapted_linears(described, config.lora_experts).keys()
             adapters = Adapters(config.max_loras, config.max_lora_rank, names, self.kernels, self.dtype, self.device)
-            self.adapters = AdapterStore(adapters, model_config)
+            self.adapters = AdapterStore(adapters, model_config, config.lora_experts)
             of_model = replace(of_model, seat=adapters.seat)
         self.model = load_model(
             self.folder, model_config, of_model, config.load_format, config.seed, config.quantization,

@@ -45,7 +45,7 @@ class AdapterBook:
 
     def check(self, path: Path) -> None:
         """Raise UserError for an adapter that the engine could not use."""
-        read_adapter(path, self._model_config, self._config.max_lora_rank)
+        read_adapter(path, self._model_config, self._config.max_lora_rank, self._config.lora_experts)
 
     def add(self, name: str, path: str) -> None:
         """Serve an adapter that was checked."""

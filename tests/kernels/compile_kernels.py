@@ -54,6 +54,7 @@ from headrace.kernels import (
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
 from headrace.kernels.latent_config import plan_latent
+from headrace.kernels.moe_adapters import ExpertAdapters
 from headrace.kernels.paged import Sequences
 from tests.kernels.coded_weights import KINDS, OF_EXPERTS, random_coded
 from tests.kernels.offline_target import (
@@ -332,6 +333,8 @@ def compile_experts():
                 moe.fused_moe(x, replace(experts, scoring=factored, **own), x, x)
                 moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
+            if num_experts == 128:
+                moe.fused_moe(x, experts, None, x, None, expert_adapters(experts))
             if num_experts == 8:
                 sorted_pairs = moe_config.pick_moe_config(40, 1, 1, "fp8", FAMILY)
                 moe.fused_moe(x, replace(experts, **in_fp8), None, x, sorted_pairs)
@@ -344,8 +347,22 @@ def compile_experts():
     for kind, dtype, num_tokens in grid(kinds, DTYPES, counts):
         experts = replace(tiled_experts(kind, dtype), scales_input=kind in ("nvfp4", "fp8 blocks"))
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
+        if SWEEP or (TARGET == "sm_90" and kind == kinds[0]):
+            x = torch.zeros(num_tokens, 2880, dtype=dtype)
+            moe.fused_moe(x, experts, None, None, None, expert_adapters(experts))
         for kernel in kernels:
             report(f"experts {kernel.__name__} {kind} {dtype} {num_tokens}", kernel, known)
+
+
+def expert_adapters(experts, slots=2, rank=16):
+    """Adapters of all experts, of no token's choice."""
+    number, n, hidden = experts.num_experts, experts.inner_size, experts.router.shape[1]
+    one, numbers, held = torch.zeros(1, dtype=experts.router.dtype), torch.zeros(1, dtype=torch.int32), []
+    for parts, inputs, outputs in ((2, hidden, n), (1, n, hidden)):
+        a = one.expand(slots * number * parts * rank * inputs).view(slots, -1, inputs)
+        b = one.expand(slots * number * parts * rank * outputs).view(slots, -1, rank)
+        held.append(adapters.AdapterWeights(a, b, numbers, numbers, (outputs,) * (number * parts), numbers))
+    return ExpertAdapters(numbers, *held)
 
 
 def tiled_experts(kind, dtype):

@@ -17,12 +17,17 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
 from headrace.feed_forwards import Experts
 from headrace.kernels.norm import HalfNormed, summed
+from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.layers.adapters import Adapters
 from headrace.layers.moe import SparseMoE, distinct_experts, keep_expert_ids
 from headrace.layers.norm import RMSNorm
+from headrace.lora import LowRank
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 
 SPEC = Experts(hidden_size=8, num_experts=4, experts_per_token=2, expert_intermediate_size=12)
+CLOSE = {"rtol": 5e-4, "atol": 5e-4}
+"""of sums of a hundred products of numbers up to some hundreds"""
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 4096,
@@ -42,8 +47,9 @@ RAW: dict[str, Any] = {
 }
 
 
-def make_layer(spec: Experts, rank: int = 0, size: int = 1) -> SparseMoE:
-    context = make_context(ModelConfig.from_dict(RAW), Mesh(Group(rank, size)))
+def make_layer(spec: Experts, rank: int = 0, size: int = 1, whole_experts: bool = False) -> SparseMoE:
+    context = make_context(ModelConfig.from_dict(RAW), Mesh(Group(rank, size), experts=Group(rank, size)))
+    context = replace(context, whole_experts=whole_experts)
     norm = RMSNorm(8, 1e-6, context.kernels, context.dtype)
     norm.create_weights(torch.device("cpu"))
     torch.nn.init.ones_(norm.weight)
@@ -69,6 +75,48 @@ def test_a_rank_holds_its_slice_of_every_expert_gate_above_up() -> None:
         assert torch.equal(layer.w2["weight"][expert], down[:, 6:])
     assert torch.equal(layer.router_weights["weight"], checkpoint["model.layers.3.mlp.gate.weight"])
     assert len(slots) == 1 + 3 * 4
+
+
+PATH = "model.layers.3.mlp"
+GATE_UP, DOWN = f"{PATH}.experts.gate_up_proj", f"{PATH}.experts.down_proj"
+
+
+def adapted(layer: SparseMoE, checkpoint: dict[str, torch.Tensor], x: torch.Tensor, slots: torch.Tensor) -> Any:
+    """What a rank's layer adds to the output with an adapter in slot 1."""
+    for name, slot in layer.slots(PATH).items():
+        if slot.destination is not None:
+            slot.destination.copy_(checkpoint[name][slot.source])
+    adapters = Adapters(2, 16, {DOWN}, REFERENCE_KERNELS, torch.float32, torch.device("cpu"))
+    adapters.seat(PATH, layer)
+    layer.finalize()
+    adapters.allocate(kept=1)
+    of_down = LowRank(2.0, 3, "a of down", "b of down", 4, turned=True)
+    changes = {GATE_UP: LowRank(0.5, 4, "a of up", "b of up", 4), DOWN: of_down}
+    kept = adapters.host[0].fill_(torch.nan), adapters.host_ranks[0]
+    adapters.put(1, *kept, adapters.read(changes, lambda name, rows, columns: checkpoint[name][rows, columns], *kept))
+    with adapters.applied(slots):
+        return layer._compute(x, None)
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_ranks_add_up_to_experts_with_their_adapters_merged(whole_experts: bool) -> None:
+    checkpoint = {name: torch.randn(slot.shape) for name, slot in make_layer(SPEC).slots(PATH).items()}
+    sizes = {"a of up": (16, 8), "b of up": (24, 16), "a of down": (12, 8), "b of down": (12, 12)}
+    checkpoint |= {name: torch.randn(size) for name, size in sizes.items()}
+    a, b = checkpoint["a of up"].unflatten(0, (4, 4)), checkpoint["b of up"].unflatten(1, (4, 4))
+    of_up = 0.5 * torch.einsum("eri,ore->eoi", a, b)
+    a, b = checkpoint["a of down"].unflatten(0, (4, 3)), checkpoint["b of down"].unflatten(1, (3, 4))
+    of_down = 2.0 * torch.einsum("ero,ire->eoi", a, b)
+    merged = dict(checkpoint)
+    for expert in range(4):
+        for name, change in zip(("gate", "up", "down"), (*of_up[expert].chunk(2), of_down[expert]), strict=True):
+            merged[f"{PATH}.experts.{expert}.{name}_proj.weight"] = (
+                checkpoint[f"{PATH}.experts.{expert}.{name}_proj.weight"] + change
+            )
+    x, slots = torch.randn(9, 8), torch.tensor([1, -1, 0] * 3, dtype=torch.int32)
+    expected = [adapted(make_layer(SPEC), held, x, torch.full_like(slots, -1)) for held in (checkpoint, merged)]
+    ranks = [adapted(make_layer(SPEC, rank, 2, whole_experts), checkpoint, x, slots) for rank in (0, 1)]
+    torch.testing.assert_close(sum(ranks), torch.where((slots == 1)[:, None], expected[1], expected[0]), **CLOSE)
 
 
 def test_ranks_must_divide_the_experts_size() -> None:

@@ -45,8 +45,8 @@ def save(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields: A
     return folder
 
 
-def changes(folder: Path, config: dict[str, Any] = LLAMA) -> dict[str, LowRank]:
-    return read_adapter(folder, ModelConfig.from_dict(config), 16).changes
+def changes(folder: Path, config: dict[str, Any] = LLAMA, experts: bool = True) -> dict[str, LowRank]:
+    return read_adapter(folder, ModelConfig.from_dict(config), 16, experts).changes
 
 
 def test_scales_follow_ranks_and_patterns(tmp_path: Path) -> None:
@@ -86,6 +86,57 @@ def test_experts_and_routers_are_no_linears_that_adapters_change() -> None:
     assert "model.layers.1.self_attn.o_proj" in found
 
 
+EXPERTS, OURS = "model.layers.1.mlp.experts", "model.layers.1.block_sparse_moe.experts"
+"""as transformers calls what checkpoints call otherwise"""
+BOTH: dict[str, Any] = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "down_proj"]}
+
+
+def of_all(inner: str, outputs: int, inputs: int, rank: int = 4) -> dict[str, np.ndarray]:
+    """The tensors of all four experts, given what PEFT takes for their outputs and inputs."""
+    shapes = {"A": (4 * rank, inputs), "B": (outputs, 4 * rank)}
+    return {f"{FRONT}{EXPERTS}{inner}.lora_{one}.weight": np.zeros(shape, np.float32) for one, shape in shapes.items()}
+
+
+def test_tensors_of_all_experts_are_told_apart_by_their_targets_and_shapes(tmp_path: Path) -> None:
+    tensors = of_all(".base_layer", 48, 16, 8) | of_all("", 16, 24)
+    found = changes(save(tmp_path, tensors, rank_pattern={r".*\.gate_up_proj": 8}, **BOTH), MIXTRAL)
+    seen = {name: (one.rank, one.scale, one.experts, one.turned, "base_layer" in one.a) for name, one in found.items()}
+    assert seen == {
+        f"{OURS}.gate_up_proj": (8, 0.75, 4, False, True), f"{OURS}.down_proj": (4, 1.5, 4, False, False)
+    }  # fmt: skip
+    found = changes(save(tmp_path, of_all(".base_layer", 16, 48) | of_all("", 24, 16), **BOTH), MIXTRAL)
+    assert [one.turned for one in found.values()] == [True, True]
+    alone = BOTH | {"target_parameters": ["gate_up_proj"]}
+    assert changes(save(tmp_path, of_all("", 48, 16), **alone), MIXTRAL).keys() == {f"{OURS}.gate_up_proj"}
+    square = MIXTRAL | {"intermediate_size": 16}
+    for shape, turned in (((32, 16), False), ((16, 32), True)):
+        found = changes(save(tmp_path, of_all(".base_layer", *shape) | of_all("", 16, 16), **BOTH), square)
+        assert [one.turned for one in found.values()] == [turned, turned]
+    save(tmp_path, of_all("", 16, 16), **BOTH | {"target_parameters": ["down_proj"]})
+    with pytest.raises(UserError, match="may be of inputs or of outputs, as versions of PEFT have it"):
+        changes(tmp_path, square)
+
+
+LATENT: dict[str, Any] = MIXTRAL | {
+    "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+def test_of_experts_and_latents_what_is_not_served_is_named(tmp_path: Path) -> None:
+    shared = {"model.layers.1.mlp.shared_experts.up_proj": (8, 16), "model.layers.1.self_attn.q_b_proj": (48, 8)}
+    fields = {"target_modules": "all-linear"}
+    assert changes(save(tmp_path, tensors_of(shared), **fields), LATENT, experts=False).keys() == shared.keys()
+    one = {f"{EXPERTS}.3.up_proj": (8, 16)}
+    assert changes(save(tmp_path, tensors_of(one), **fields), LATENT).keys() == one.keys()
+    with pytest.raises(UserError, match=r"experts\.3\.up_proj', which needs lora_experts \(--lora-experts\)"):
+        changes(tmp_path, LATENT, experts=False)
+    for name in ("self_attn.kv_b_proj", "mlp.gate", "mlp.experts.4.up_proj"):
+        save(tmp_path, tensors_of({f"model.layers.1.{name}": (8, 8)}), **fields)
+        with pytest.raises(UserError, match=rf"{name}', which is no .* can change \(there are down_proj, .*q_b_proj"):
+            changes(tmp_path, LATENT)
+
+
 def edited(change: Callable[[dict[str, np.ndarray]], Any]) -> dict[str, np.ndarray]:
     tensors = tensors_of(SHAPES)
     change(tensors)
@@ -106,10 +157,9 @@ A, B = f"{FRONT}{Q}.lora_A.weight", f"{FRONT}{Q}.lora_B.weight"
         (None, {"peft_type": "IA3"}, '`peft_type` is "IA3"; must be LORA'),
         (None, {"use_dora": True}, "`use_dora` is true; must be left out, since headrace does not serve DoRA"),
         (None, {"modules_to_save": ["lm_head"]}, '`modules_to_save` is ["lm_head"]; must be left out'),
-        (None, {"target_parameters": ["experts"]}, "must be left out, since headrace does not serve parameters"),
         (None, {"bias": "all"}, '`bias` is "all"; must be none'),
         (None, {"init_lora_weights": "pissa"}, '`init_lora_weights` is "pissa"; must be one that leaves the model'),
-        (None, {"target_modules": ["k_proj"]}, f"changes '{DOWN}', which target_modules of adapter_config.json"),
+        (None, {"target_modules": ["k_proj"]}, f"changes '{DOWN}', which neither target_modules nor target_param"),
         (None, {"target_modules": "("}, "'(' is no regular expression"),
         (edited(lambda held: held.pop(B)), {}, f"lacks lora_B of {Q}"),
         (edited(lambda held: held.update({A: held[B]})), {}, "has shape [16, 4], model and adapter_config.json ask"),

@@ -192,18 +192,22 @@ def test_a_token_of_latents_takes_what_the_cache_that_is_allocated_gives_it(name
     assert 64 * counted == allocated
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4), ("qwen3-30b-a3b", 2)])
-def test_adapters_take_what_their_seats_take(name: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp", "experts"),
+    [("llama-3.1-8b", 1, False), ("llama-3.1-8b", 4, True), ("qwen3-30b-a3b", 2, False), ("qwen3-30b-a3b", 2, True)],
+)
+def test_adapters_take_what_their_seats_take(name: str, tp: int, experts: bool) -> None:
     config = catalogue()[name].config
     built = ModelConfig.from_dict(config, defaults=SERVED[config["architectures"][0]].defaults)
     model = build_model(built, make_context(built, Mesh(Group(0, tp)), torch.bfloat16))
     meta = torch.device("meta")
-    seats = Adapters(3, 20, adapted_linears(describe(built)).keys(), REFERENCE_KERNELS, torch.bfloat16, meta)
+    names = adapted_linears(describe(built), experts).keys()
+    seats = Adapters(3, 20, names, REFERENCE_KERNELS, torch.bfloat16, meta)
     for path, layer in model.named_modules():
         seats.seat(path, layer)
     plain, adapted = (
         mapped(shape_of(config, name), H200, Parallel(tp=tp), adapters=adapters).tables
-        for adapters in ((0, 0), (3, 20))
+        for adapters in ((0, 0, False), (3, 20, experts))
     )
     assert adapted - plain == seats.num_bytes
 

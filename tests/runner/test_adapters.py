@@ -153,3 +153,66 @@ def test_other_families(architecture: str, variant: str, fields: dict[str, Any],
     family = Family(tmp_path, architecture, variant, fields, strip=strip)
     with LLM(str(family.folder), **SIZES) as llm:
         check(llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False, lora_request=family.requests), family.models)
+
+
+EACH = "mlp gate_proj up_proj down_proj"
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
+NONE: dict[str, Any] = {"target_modules": []}
+
+
+@pytest.fixture(scope="module", name="qwen")
+def _qwen(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """With shared experts."""
+    return Family(
+        tmp_path_factory.mktemp("qwen"), "Qwen2MoeForCausalLM", "full",
+        {"target_modules": ALL, "each_expert": EACH},
+        {"target_parameters": FUSED, "target_modules": ["q_proj"], "use_rslora": True,
+         "rank_pattern": {"gate_up_proj": 8}},
+        {"target_parameters": ["mlp.experts.gate_up_proj"], "r": 9, **NONE},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.slow),
+    ],
+    ids=lambda how: "-".join(how) or "plain",
+)
+def test_adapters_of_experts(how: dict[str, Any], qwen: Family) -> None:
+    """Of each and of all in one, beside shared ones, mixed in a batch."""
+    with LLM(str(qwen.folder), max_loras=3, lora_experts=True, **{**SIZES, **how}) as llm:
+        check(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=qwen.requests), qwen.models)
+        check(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=qwen.requests[::-1]), qwen.models[::-1])
+
+
+def test_quantized_experts_with_an_adapter_are_as_near_as_without(qwen: Family) -> None:
+    with LLM(str(qwen.folder), lora_experts=True, quantization="ptpc_fp8", **SIZES) as llm:
+        (output,) = llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False, lora_request=qwen.requests[1])
+    tokens, found = scored(output)
+    errors = [(found - scores(model, tokens)).norm() for model in qwen.models[:2]]
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant", "fields"),
+    [
+        (
+            "MixtralForCausalLM",
+            "full",
+            {"each_expert": "block_sparse_moe w1 w3 w2", "target_modules": r".*\.w\d"},
+        ),
+        ("MixtralForCausalLM", "full", {"target_parameters": FUSED, "peft_version": "0.18.1", **NONE}),
+        ("GptOssForCausalLM", "sliding", {"target_parameters": FUSED, **NONE}),
+        ("Llama4ForCausalLM", "scout", {"target_parameters": FUSED}),
+        ("Gemma4ForConditionalGeneration", "experts", {"target_parameters": FUSED, **NONE}),
+        ("DeepseekV2ForCausalLM", "queries-too", {"target_parameters": FUSED, "target_modules": ["up_proj"]}),
+    ],
+)
+def test_experts_of_other_families(architecture: str, variant: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    family = Family(tmp_path, architecture, variant, fields)
+    with LLM(str(family.folder), lora_experts=True, **SIZES) as llm:
+        check(llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False, lora_request=family.requests), family.models)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.kernels import moe, moe_route
+from headrace.kernels.cases import Inputs, made_up_expert_adapters
 from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
 from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
@@ -211,6 +212,43 @@ def test_ranks_that_hold_some_of_the_experts_add_up_to_all(config, form):
         assert (masked - reference).norm() <= (2e-2 if form == "fp8" else 2e-6) * whole.norm()
         parts.append(out)
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+def some_of(weights, begin, end, num_experts):
+    """The adapters of some experts."""
+    a, b = (one.unflatten(1, (num_experts, -1))[:, begin:end].flatten(1, 2) for one in weights[:2])
+    return weights._replace(a=a, b=b)
+
+
+@pytest.mark.parametrize("form", ["plain", "swapped", "input", "fp8", "int4 zeros"])
+def test_adapters_of_experts(form):
+    """Tokens with different ones or none, also where ranks hold some of the experts."""
+    dtype, tokens = (torch.float16 if form == "int4 zeros" else torch.float32), random.choice((1, 6))
+    config = {"swapped": SWAPPED, "int4 zeros": SORTED}.get(form, MANY)
+    options = {"scales_input": form == "input"}
+    size = (64, 3, 48, 2) if form == "int4 zeros" else (40, 5, 20, 2)
+    x, experts, shared, _ = make_layer(tokens, *size, dtype, True, **options)
+    experts, wide = tiled(experts, form) if form == "int4 zeros" else (experts, experts)
+    experts = wide = in_fp8(experts) if form == "fp8" else experts
+    adapters = made_up_expert_adapters(Inputs(dtype, x.device, random.randrange(999)), tokens, experts, 16)
+    out, ids = fused_moe(x, experts, shared, None, config, adapters)
+    expected, expected_ids = fused_moe_reference(x, wide, shared, None, config, adapters)
+    same = (ids == expected_ids).all(dim=1)
+    # now and then one value that is rounded to fp8 comes to lie one step away; else there are three times the sums
+    bound = 2e-2 if form == "fp8" else 8 * TOLERANCE[dtype]
+    assert (out - expected)[same].norm() <= bound * expected.norm()
+    plain = fused_moe(x, experts, shared, None, config)[0]
+    without = adapters.slots < 0
+    assert torch.equal(out[without], plain[without])
+    if form == "plain":
+        parts = []
+        for begin, end in ((0, 2), (2, 5)):
+            own = {name: value[begin:end] for name, value in vars(experts).items() if name.startswith(("w13", "w2"))
+                   and isinstance(value, torch.Tensor)}  # fmt: skip
+            held = adapters._replace(w13=some_of(adapters.w13, begin, end, 5), w2=some_of(adapters.w2, begin, end, 5))
+            parts.append(fused_moe(x, replace(experts, place=(begin, 5), **own), None, None, config, held)[0])
+        alone = fused_moe(x, experts, None, None, config, adapters)[0]
+        assert (parts[0] + parts[1] - alone).norm() <= TOLERANCE[dtype] * alone.norm()
 
 
 def test_of_large_logits_the_larger_is_chosen_though_their_sigmoids_are_one():

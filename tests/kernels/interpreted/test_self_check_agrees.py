@@ -22,10 +22,12 @@ from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.latent_config import LatentSizes, plan_latent
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.layer_parts import Rope, Temperature
+from headrace.layers.adapters import Adapters
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.model_config import Fields, ModelConfig
 from headrace.models import filling, loader, registry
+from headrace.models.adapters import adapted_linears
 from headrace.models.descriptions import Described
 from headrace.models.served import attention_specs, describe
 from headrace.runner import latent_checks, layer_checks
@@ -81,9 +83,11 @@ FEW_DECODES = (1, 4, 16)
 
 
 def check(
-    config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, only: str = "", **broken: Any
-) -> SelfCheck:
-    """Run the checks whose names contain `only`, with the kernels of the table that `broken` replaces."""
+    config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, only: str = "",
+    adapted: bool = False, **broken: Any,
+) -> SelfCheck:  # fmt: skip
+    """Run the checks whose names contain `only`, with the kernels of the table that `broken` replaces. `adapted`:
+    adapters may change all that they can, experts too."""
     model_config = ModelConfig.from_dict(config)
     specs = attention_specs(
         model_config, tp_size=1, block_size=16, dtype="bfloat16", device_type="cuda", kv_cache_dtype=kv
@@ -91,9 +95,12 @@ def check(
     backend, kernels = TritonAttention(), with_switches(replace(TRITON_KERNELS, **broken))
     backend.copy_engine = copy_engine
     context = LayerContext(Mesh(), kernels, backend, specs, torch.bfloat16, CPU)
+    described = describe(model_config)
+    adapters = Adapters(1, 16, adapted_linears(described, experts=True).keys(), kernels, torch.bfloat16, CPU)
+    context = replace(context, seat=adapters.seat if adapted else None)
     model = loader.load_model(Path(), model_config, context, "dummy", 0, quantization)
     kv_dtype = torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU)
-    shape = cache_shape(describe(model_config), specs, 1, 16, kv_dtype)
+    shape = cache_shape(described, specs, 1, 16, kv_dtype)
     found = SelfCheck(Group(), CPU)
     subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
     for checks in (kernel_checks(subject), layer_checks.layer_checks(subject)):
@@ -247,6 +254,14 @@ def test_so_are_wrong_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
     assert check(MOE, "auto", "fp8", only="fused_moe", fused_moe=lies).demoted == ["fused_moe"]
+
+
+def test_adapters_of_experts_agree_and_that_they_are_forgotten_is_found() -> None:
+    def forgets(*arguments: Any) -> Any:
+        return REFERENCE_KERNELS.fused_moe(*arguments[:5])
+
+    assert check(MOE, "auto", None, only="fused_moe", adapted=True).demoted == []
+    assert check(MOE, "auto", None, only="fused_moe", adapted=True, fused_moe=forgets).demoted == ["fused_moe"]
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
