@@ -159,14 +159,14 @@ class Watch:
         return self.latest[1]
 
     def _route(
-        self, routed: _Routed, compute: Callable[..., Any], x: Tensor, experts: Experts, *more: Tensor | None
+        self, routed: _Routed, compute: Callable[..., Any], x: Tensor, experts: Experts, *more: Any, **named: Any
     ) -> Any:
         """Compute the layer; `more` may be x too, which is then written over."""
         if not self.on:
-            return compute(x, experts, *more)
+            return compute(x, experts, *more, **named)
         weight = experts.norm_weight
         normed = x.clone() if weight is None else rms_norm_reference(x, weight, experts.eps)
-        out, ids = compute(x, experts, *more)
+        out, ids = compute(x, experts, *more, **named)
         routed.experts = experts
         routed.inputs.append(normed)
         routed.ids.append(ids)

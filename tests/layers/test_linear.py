@@ -28,7 +28,7 @@ from headrace.layers.linear import (
 from headrace.layers.norm import RMSNorm
 from headrace.mixers import Attention
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp8 import fp8 as fp8_scheme
+from headrace.quantization.fp8 import stored
 
 F32 = torch.float32
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
         if tells:
             before.fuse_next_norm(norm)
         if fp8:
-            before.scheme = after.scheme = fp8_scheme(FORMATS["ptpc_fp8"], per_channel=True)
+            before.scheme = after.scheme = stored(FORMATS["ptpc_fp8"], "fp8", "channel", made_at_load=True)
             before.scheme.product.prepare([before.spec, after.spec], CPU)
         filled(before, "o_proj", {"o_proj.weight": random(32, 16).to(bf16)})
         filled(after, "up_proj", {"up_proj.weight": random(48, 32).to(bf16)})
@@ -205,7 +205,7 @@ def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(qua
     def linear(**around: Any) -> Layer:
         made = MergedColumnParallelLinear(32, {"gate_proj": 16, "up_proj": 16}, Group(), F32, bias=False)
         if quantized:
-            made.scheme = fp8_scheme(FORMATS["ptpc_fp8"], per_channel=True)
+            made.scheme = stored(FORMATS["ptpc_fp8"], "fp8", "channel", made_at_load=True)
             made.scheme.product.prepare([made.spec], CPU)
         if around:
             made.fuse_norm(norm)
