@@ -328,9 +328,12 @@ def rotated(
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """Return q and k as one [T, Hq + Hkv, D] if k's heads follow q's in memory: half the operations on a CPU."""
+    """Return q and k as one [T, Hq + Hkv, D] if k's heads follow q's in one piece of memory: half the operations on a
+    CPU."""
     num_tokens, num_heads, head_dim = q.shape
     if q.stride() != k.stride() or q.stride(1) != head_dim:
+        return None
+    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():  # of tensors that merely lie side by side
         return None
     if k.data_ptr() - q.data_ptr() != num_heads * head_dim * q.element_size():
         return None

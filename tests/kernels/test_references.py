@@ -9,6 +9,7 @@ import torch
 from headrace.kernels.filter import weights_reference
 from headrace.kernels.gated_delta import DeltaHeads, DeltaWeights, Places
 from headrace.kernels.paged import Sequences
+from headrace.kernels.rotary import rotated
 from headrace.kernels.sampling import hash_bits_reference
 from headrace.kernels.table import REFERENCE_KERNELS as KERNELS
 
@@ -49,6 +50,15 @@ def test_rotary_turns_as_hugging_face_does(joined):
     torch.testing.assert_close(flat[0, slots[written]], expected_k[0, written])
     torch.testing.assert_close(flat[1, slots[written]], v[written])
     assert flat[:, [1, 3, 4, 6, 8, 9, 10]].abs().sum() == 0
+
+
+def test_rotary_turns_tensors_that_merely_lie_side_by_side_in_memory():
+    memory = bytearray(torch.randn(1, 4, 16).numpy().tobytes())
+    q, k = (torch.frombuffer(memory, dtype=torch.float32, count=32, offset=start).view(1, 2, 16) for start in (0, 128))
+    angles = torch.rand(2, 1, 1, 16)
+    turned = rotated(q, k, angles, None, None, None, 1e-6, interleaved=False)
+    apart = rotated(q.clone(), k.clone(), angles, None, None, None, 1e-6, interleaved=False)
+    assert all(map(torch.equal, turned, apart))
 
 
 def test_hash_bits_are_balanced_and_change_with_every_bit_of_the_seed():
