@@ -1,4 +1,4 @@
-"""Measures and proves layouts over several GPUs of one machine, part by part, none of which takes 9 minutes.
+"""Measures and proves layouts over several GPUs of one machine, part by part, none of which takes 10 minutes.
 
     python bench/many_gpus.py --gpus 8 --json many.json        all parts that are not in many.json yet
     python bench/many_gpus.py --gpus 2 --part equal,kill --json two.json
@@ -12,10 +12,11 @@ Parts:
     collectives       the same by processes, a GPU each, beside NCCL's; sums in two shots, by how their numbers travel,
                       and from which size on they are the fastest; and sends between stages: microseconds by size
     equal             layouts give the tokens of one GPU under --batch-invariant (with experts: those of two GPUs)
-    step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2; those
-                      named moe-... are of a model with experts: in slices (tp), whole (ep), or in each engine (dp);
-                      70b-...: of one of 70 billion weights in fp8.
+    step-LAYOUT       start, decode steps at batch 1 to 128, and output tokens/s of a layout, e.g. step-tp2-pp2, by how
+                      many requests come at once; those named moe-... are of Qwen3-30B-A3B, whose experts are in slices
+                      (tp), whole (ep), or in each engine (dp); others by MODELS_OF.
                       step-LAYOUT-nccl: the same with NCCL's sums alone, where it is asked for
+    serve-LAYOUT      the same layouts behind HTTP: output tokens/s of 1,000 requests at once, and of 128 in flight
     kill              ranks are killed every 90 s in mixed load: the error names the rank, no process is left, and the
                       next start gives the right tokens
     kill-experts      the same of engines that share their experts, all of which end
@@ -27,6 +28,7 @@ on where it was; `--again` measures anew. Weights are random, prompts token ids.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -43,15 +45,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS, in_catalogue
+from h200_parts.models import MODELS, BenchModel
+from h200_parts.serving import START_SECONDS
 from h200_parts.settings import Settings
+from server_process import load, serving
 
 from headrace.distributed.ranks import Ranks
 from headrace.environment import child_environment
 from headrace.kernels.peers import QUICK_BITS
 from headrace.process import free_port
 
-MOST_SECONDS = 530
+MOST_SECONDS = 560
 
 
 class Layout(NamedTuple):
@@ -77,46 +81,66 @@ def layout_of(name: str) -> Layout:
 
 
 DENSE = ("tp1", "tp2", "pp2", "dp2", "tp2-nodes2", "tp4", "tp2-pp2", "tp8", "tp4-pp2")
-LARGE = ("70b-tp2", "70b-pp2", "70b-tp8")
 SPARSE = ("tp1", "tp2", "ep2", "dp2", "dp2-ep2", "tp2-dp2-ep4", "dp4-ep4", "tp8", "ep8", "dp8", "dp8-ep8")
-LAYOUTS = {name: layout_of(name) for name in (*DENSE, *LARGE, *(f"moe-{name}" for name in SPARSE))}
-"""Those that begin with moe are of Qwen3-30B-A3B, with 70b of Llama-3.1-70B in fp8, others of Llama-3.1-8B."""
-UNSCALED: dict[str, Any] = {"max_position_embeddings": 32768, "rope_scaling": None}
-CONFIGS = {"moe": QWEN3_30B_A3B, "70b": in_catalogue("llama-3.1-70b", "llama") | UNSCALED}
-"""of the models that a layout's name begins with"""
+FURTHER = {
+    "70b": ("tp2", "pp2", "tp4", "tp8", "dp8"),
+    "lite": ("tp2", "dp2-ep2"),
+    "235b": ("tp4", "ep4", "dp4-ep4", "tp8", "dp8-ep8"),
+    "405b": ("tp8",),
+    "maverick": ("tp8", "dp8-ep8"),
+    "r1": ("tp8", "ep8", "dp8-ep8"),
+}
+LAYOUTS = {
+    name: layout_of(name)
+    for name in (*DENSE, *(f"{model}-{name}" for model, names in ({"moe": SPARSE} | FURTHER).items() for name in names))
+}
+MODELS_OF = {
+    "moe": MODELS["moe"],
+    "lite": MODELS["v2-lite"],
+    "70b": BenchModel("70b", "Llama-3.1-70B fp8", "llama-3.1-70b", quantization="fp8"),
+    "235b": BenchModel("235b", "Qwen3-235B-A22B fp8", "qwen3-235b-a22b", quantization="fp8"),
+    "405b": BenchModel("405b", "Llama-3.1-405B fp8", "llama-3.1-405b", quantization="fp8"),
+    "maverick": BenchModel("maverick", "Llama-4-Maverick fp8", "llama-4-maverick", quantization="fp8"),
+    "r1": BenchModel("r1", "DeepSeek-R1, FP8 blocks", "deepseek-r1"),
+}
+"""what a layout's name begins with -> the model; others are of Llama-3.1-8B"""
+AT_ONCE = {"lite": ((64, 512, 1024), 128, 512), "r1": ((64, 512, 1024, 2048), 1024, 1024)}
+"""of those: how many requests come at once, and their tokens in and out; others: 500 of 128 and 512"""
+SERVED = ("tp1", "dp2", "moe-tp1", "moe-tp2", "moe-ep2", "moe-dp2", "moe-dp2-ep2", "70b-tp4", "70b-dp8", "moe-dp8-ep8")
 TOKENS, HIDDEN = (1, 8, 32, 128, 512, 2048, 8192), 8192
 BATCHES = (1, 8, 32, 128)
-KILL_SECONDS, KILL_EVERY = 480.0, 90.0
+KILL_SECONDS, KILL_EVERY = 530.0, 90.0
 SEED = 0
 
 
 def parts_for(gpus: int) -> list[str]:
     """Return the parts that so many GPUs can run, in order."""
-    steps = [f"step-{name}" for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
-    return ["streams", "collectives", "equal", *steps, "kill", "kill-experts"]
+    fitting = [name for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
+    steps, served = ([f"{kind}-{name}" for name in fitting] for kind in ("step", "serve"))
+    served = [part for part in served if part.removeprefix("serve-") in SERVED]
+    return ["streams", "collectives", "equal", *steps, *served, "kill", "kill-experts"]
+
+
+def model_of(layout: str) -> BenchModel:
+    return MODELS_OF.get(layout.partition("-")[0], MODELS["bf16"])
+
+
+def settings_of(options: argparse.Namespace, layout: str, **more: Any) -> Settings:
+    """Return what an engine of that layout is started with, by `more` besides."""
+    tp, pp, dp, ep, _ = LAYOUTS[layout]
+    spread = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+    return Settings(Path(options.work), options.smoke, engine=spread | {"enable_expert_parallel": ep} | more)
 
 
 def engine(options: argparse.Namespace, layout: str, **more: Any) -> Any:
     """Return an LLM of that layout with random weights."""
     from headrace.llm import LLM
 
-    settings = Settings(Path(options.work), options.smoke)
-    model, (tp, pp, dp, ep, nodes) = layout.partition("-")[0], LAYOUTS[layout]
-    config, sparse = CONFIGS.get(model, LLAMA_8B | UNSCALED), model == "moe"
-    toy = TOY | TOY_EXPERTS | {"num_experts": 8} if sparse else TOY
-    folder = settings.write_config("model", config | toy if options.smoke else config)
-    limits: dict[str, Any] = (
-        {"max_num_seqs": 8, "num_gpu_blocks_override": 200} if options.smoke else {"max_num_seqs": 256}
-    )
-    if model == "70b" and not options.smoke:
-        more |= {"quantization": "fp8"}
-    if nodes > 1:
-        more |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": start_nodes(folder, LAYOUTS[layout])}
-    return LLM(
-        folder, load_format="dummy", seed=SEED, skip_tokenizer_init=True, tensor_parallel_size=tp,
-        pipeline_parallel_size=pp, data_parallel_size=dp, enable_expert_parallel=ep,
-        max_model_len=128 if options.smoke else 4096, device=settings.device, **limits, **more,
-    )  # fmt: skip
+    knobs = settings_of(options, layout, **more).engine_knobs(model_of(layout))
+    if (nodes := LAYOUTS[layout].nodes) > 1:
+        port = start_nodes(knobs["model"], LAYOUTS[layout])
+        knobs |= {"nnodes": nodes, "master_addr": "127.0.0.1", "master_port": port}
+    return LLM(**knobs, skip_tokenizer_init=True)
 
 
 def start_nodes(folder: str, layout: Layout) -> int:
@@ -276,7 +300,7 @@ def equal(options: argparse.Namespace) -> dict[str, Any]:
     same: dict[str, bool] = {}
     for layout, spread in LAYOUTS.items():
         sparse = layout.startswith("moe")
-        if layout.startswith("70b"):  # in fp8, which does not go with --batch-invariant
+        if layout.partition("-")[0] in FURTHER:  # in fp8, which does not go with --batch-invariant, or over latents
             continue
         if spread.gpus > min(options.gpus, 2 if sparse else options.gpus):
             continue
@@ -305,11 +329,38 @@ def step(options: argparse.Namespace, layout: str) -> dict[str, Any]:
         _, first = generate(llm, batch, 16, 2)
         _, whole = generate(llm, batch, 16, output)
         found["step_ms"][batch] = (whole - first) / (output - 2) * 1000
-    count, length, output = (8, 9, 6) if options.smoke else (500, 128, 512)
-    generate(llm, count, length, 8)  # kernels are compiled and graphs captured for as many requests
-    _, seconds = generate(llm, count, length, output)
-    found["output_tok_s"] = count * output / seconds
+    counts, length, output = AT_ONCE.get(layout.partition("-")[0], ((500,), 128, 512))
+    found["output_tok_s"] = {}
+    for count, length, output in [(8, 9, 6)] if options.smoke else [(count, length, output) for count in counts]:
+        generate(llm, count, length, 8)  # kernels are compiled and graphs captured for as many requests
+        _, seconds = generate(llm, count, length, output)
+        found["output_tok_s"][count] = count * output / seconds
     llm.shutdown()
+    return found
+
+
+def serve(options: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """Measure a layout behind HTTP: output tokens/s of 1,000 requests at once, and of 128 in flight."""
+    settings, model = settings_of(options, layout), model_of(layout)
+    with serving(settings.serve_flags(model)) as server:
+        url = server.wait_for_url(START_SECONDS)
+        found: dict[str, Any] = {"start_s": time.monotonic() - server.launched}
+
+        def output_tok_s(requests: int, output: int, **flags: int) -> float:
+            with contextlib.redirect_stdout(sys.stderr):  # of this process the last line is its result
+                summary = load(
+                    url, num_prompts=settings.requests(requests), random_input_len=settings.tokens(128),
+                    random_output_len=settings.tokens(output), vocab_size=settings.vocab_size(model),
+                    num_client_processes=1 if options.smoke else 4, **flags,
+                )  # fmt: skip
+            if summary["failed"]:
+                raise RuntimeError(f"{summary['failed']} requests failed")
+            rate: float = summary["output_throughput"]
+            return rate
+
+        output_tok_s(1000, 32)  # kernels are compiled and graphs captured for as many requests
+        found["at_once"] = output_tok_s(1000, 512)
+        found["in_flight_128"] = output_tok_s(1024, 256, max_concurrency=128)
     return found
 
 
@@ -320,10 +371,12 @@ def kill(options: argparse.Namespace, layout: str, module: str) -> dict[str, Any
     from headrace.errors import EngineDeadError
 
     draw, count, output = random.Random(SEED), 6, 20 if options.smoke else 400
-    until = time.monotonic() + (0.0 if options.smoke else KILL_SECONDS)
+    started = time.monotonic()
+    until = started + (0.0 if options.smoke else KILL_SECONDS)
     expected: list[list[int]] = []
     ends: list[float] = []
     while True:
+        print(f"{time.monotonic() - started:.0f} s: start after {len(ends)} kills", file=sys.stderr, flush=True)
         llm = engine(options, layout, batch_invariant=not options.smoke or not LAYOUTS[layout].ep)
         tokens, _ = generate(llm, count, 9, 6)
         expected = expected or tokens
@@ -348,13 +401,15 @@ def kill(options: argparse.Namespace, layout: str, module: str) -> dict[str, Any
         if alive:
             raise RuntimeError(f"{len(alive)} ranks outlived a killed one by 5 s")
         llm.shutdown()
-        if time.monotonic() > until:
+        if time.monotonic() + KILL_EVERY > until:  # another might end too late
             return {"kills": len(ends), "slowest_end_s": max(ends)}
 
 
 def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
     if part.startswith("step-"):
         return step(options, part.removeprefix("step-"))
+    if part.startswith("serve-"):
+        return serve(options, part.removeprefix("serve-"))
     if part == "kill":
         return kill(options, "pp2" if options.gpus < 4 else "tp2-pp2", "headrace.executor.rank")
     if part == "kill-experts":
@@ -408,8 +463,9 @@ def run_alone(part: str, options: argparse.Namespace) -> dict[str, Any]:
         environment = child_environment(CUDA_MODULE_LOADING="EAGER" if part == "streams" else "LAZY", **interpreted)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS, env=environment)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {MOST_SECONDS} s"}
+        except subprocess.TimeoutExpired as late:
+            said = (late.stderr or b"").decode(errors="replace").strip()  # bytes, even where text is asked for
+            return {"error": f"took longer than {MOST_SECONDS} s; it said last: {said[-1000:]}"}
     if done.returncode:
         return {"error": done.stderr.strip()[-2000:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

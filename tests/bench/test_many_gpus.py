@@ -16,8 +16,10 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "many_gpus.py"
 
 def test_parts_are_those_that_the_gpus_can_run() -> None:
     dense, sparse = ("tp1", "tp2", "pp2", "dp2", "tp2-nodes2"), ("tp1", "tp2", "ep2", "dp2", "dp2-ep2")
-    steps = [f"step-{name}" for name in (*dense, "70b-tp2", "70b-pp2", *(f"moe-{name}" for name in sparse))]
-    assert many_gpus.parts_for(2) == ["streams", "collectives", "equal", *steps, "kill", "kill-experts"]
+    further = ("70b-tp2", "70b-pp2", "lite-tp2", "lite-dp2-ep2")
+    steps = [f"step-{name}" for name in (*dense, *(f"moe-{name}" for name in sparse), *further)]
+    served = [f"serve-{name}" for name in ("tp1", "dp2", *(f"moe-{name}" for name in sparse))]
+    assert many_gpus.parts_for(2) == ["streams", "collectives", "equal", *steps, *served, "kill", "kill-experts"]
     assert {"step-tp8", "step-tp4-pp2", "step-moe-dp8-ep8"} <= {*many_gpus.parts_for(8)}
 
 
@@ -59,5 +61,5 @@ def test_a_toy_run_on_the_cpu(tmp_path: Path) -> None:
     found = json.loads(results.read_text())
     assert list(found) == many_gpus.parts_for(2)
     layouts = [part.removeprefix("step-") for part in found if part.startswith("step-")]
-    assert found["equal"]["same"] == {layout: True for layout in layouts if not layout.startswith("70b")}
+    assert found["equal"]["same"] == {layout: True for layout in layouts if not layout.startswith(("70b", "lite"))}
     assert found["kill"]["kills"] == found["kill-experts"]["kills"] == 1
