@@ -567,7 +567,7 @@ def gumbel_argmax(make: Inputs, rows: int, vocab: int) -> Cases:
     logits[3::4] = logits[3::4, :1]
     logits[2::6, :-1] = -math.inf
     seeds, positions = make.integers(-(2**63), 2**63 - 1, rows), make.integers(0, 2**20, rows)
-    middle = logits.float().sort(dim=1).values[:, vocab // 2]
+    middle = logits.float().sort(dim=1).values[:, vocab // 2].contiguous()
     for floor in (None, middle):
         yield Case(partial(_called, logits, temperatures, seeds, positions, floor), 0.0)
 
