@@ -39,6 +39,9 @@ PROBE_SHARE = 0.005
 SKIPPED, WEIGHT = 2, 0.125
 """Observed times of a length that are not counted, since kernels load and graphs are captured, and the weight of each
 later one."""
+SETTLED, PACE_WEIGHT = 32, 0.5
+"""Observed times of a length that runs after which a change of them is taken for one of the machine, which other
+lengths would show too, and the weight of each."""
 PLAIN_STEPS = SKIPPED + 2
 """Steps without guesses that are looked at where a number of requests is new."""
 EVERY = 4
@@ -75,6 +78,8 @@ class DraftLength:
         self._rates = [ASSUMED] * self.lengths[-1]
         self._observed: dict[tuple[int, int], _Observed] = {}
         """(length, bits of the number of requests) -> how predictions compare"""
+        self._pace = 1.0
+        """how much slower than when lengths were compared the machine is now"""
         self._plain_left: dict[int, int] = {}
         """bits of the number of requests -> how many more of their steps may be without guesses to see their cost"""
         self._count = self._since_choice = self._idle = 0
@@ -213,7 +218,11 @@ class DraftLength:
             return
         context = sum(step.num_computed_tokens) / count
         key = length, count.bit_length()
-        self._observed.setdefault(key, _Observed()).add(seconds / self._costs(count, context, length, 0))
+        one, ratio = self._observed.setdefault(key, _Observed()), seconds / self._costs(count, context, length, 0)
+        if length == self.current and one.steps > SETTLED:
+            self._pace += PACE_WEIGHT * (min(ratio / one.ratio, 2 * self._pace) - self._pace)
+        else:
+            one.add(ratio / self._pace)
 
 
 def _sums(rates: Sequence[float]) -> list[float]:

@@ -63,11 +63,13 @@ class Run:
 
 
 def simulate(
-    batch: int, num_steps: int, accepts: Callable[[int], float], believed: Costs = COSTS, ends_after: int = 1 << 19
-) -> Run:
+    batch: int, num_steps: int, accepts: Callable[[int], float], believed: Costs = COSTS, ends_after: int = 1 << 19,
+    slowed: Callable[[int], float] = lambda number: 1.0,
+) -> Run:  # fmt: skip
     """Run `batch` requests at once for so many steps, two of which are under way at a time. Each guess of a step is
     right with the chance accepts(number of the step), if the one before it was. `believed`: the costs that are
-    predicted; what is observed is what COSTS say. A request has `ends_after` tokens, and another takes its place."""
+    predicted; what is observed is what COSTS say, times slowed(number of the step). A request has `ends_after` tokens,
+    and another takes its place."""
     chooser = DraftLength(LENGTHS, believed)
     limits = SchedulerConfig(
         batch, 8192, 1 << 20, same_layout(1 << 16), 17 * batch, num_drafts=LENGTHS[-1], look_ahead=False
@@ -88,7 +90,8 @@ def simulate(
         seconds += COSTS.guessing(count, context, step.num_guesses)
         if step.num_guesses and lag:
             seconds += COSTS(count, context, 1, lag) - COSTS(count, context, 1)
-        lag = 0 if step.num_guesses else lag + 1
+        lag, slow = 0 if step.num_guesses else lag + 1, slowed(number)
+        seconds *= slow
         counts = []
         for drafts, samples in zip(step.num_drafts or [0] * count, step.samples, strict=True):
             right = 0
@@ -100,10 +103,10 @@ def simulate(
         chooser.observe(step, seconds * rng.uniform(0.97, 1.05))
         run.seconds += seconds
         run.lengths.append(step.num_guesses)
-        run.steps.append(seconds / COSTS(count, context, 0))
+        run.steps.append(seconds / (slow * COSTS(count, context, 0)))
         for length in LENGTHS:
             each = sum(accepts(number) ** place for place in range(length + 1))
-            run.always[length] += sum(counts) / count / each * COSTS(count, context, length)
+            run.always[length] += sum(counts) / count / each * slow * COSTS(count, context, length)
     return run
 
 
@@ -161,6 +164,15 @@ def test_costs_that_are_predicted_wrong_are_put_right_by_what_is_observed(wrong:
         run = simulate(batch, steps, lambda _: 0.5, believed)
         assert run.gain(0) > 0.98
         assert run.best > 0.95
+
+
+def test_a_machine_that_is_slow_for_a_while_is_taken_for_no_cost_of_guessing() -> None:
+    """Trials fall into that while, in which no guess is right. When it is over guesses are, and that is seen."""
+    run = simulate(
+        8, 1000, lambda number: 0.8 * (number >= 400), slowed=lambda number: 3.0 if 100 <= number < 300 else 1.0
+    )
+    assert run.lengths[:400].count(0) > 380
+    assert run.lengths[700:].count(3) > 280
 
 
 def test_requests_that_come_and_go_change_nothing() -> None:
