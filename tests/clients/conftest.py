@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.clients.tasks import Task
+from tests.sampled import slow_but_for_a_sample
 from tests.scripted.engine import Scripted, ScriptedServers, scripted_servers
 from tests.scripted.families import FAMILIES
 
@@ -26,6 +28,13 @@ os.environ.update(QUIET)
 for proxy in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
     os.environ.pop(proxy, None)
     os.environ.pop(proxy.lower(), None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each family and each way of a client comes up, with streams or without; all of them with each other are slow."""
+    here = Path(__file__).parent
+    slow_but_for_a_sample([one for one in items if one.path.parent == here and isinstance(one, pytest.Function)])
 
 
 @pytest.fixture(autouse=True)

@@ -288,7 +288,7 @@ def test_a_value_that_is_none_of_its_field_is_one_line(model: str, changes: dict
 WILD: list[Any] = [None, True, 0, -1, 1, 2.5, 1e400, float("nan"), 10**400, 2**31 - 1, "x", "", [], [1], [None], {}]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(len(WILD), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(len(WILD), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*catalogue(), *SERVED])
 def test_whatever_a_field_holds_parameters_are_counted_or_one_line_is_said(name: str, count: int) -> None:
     config = (

@@ -22,6 +22,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 from tests.runner.fakes import RecordingDevice, shapes_of
 from tests.runner.harness import CPU, MODELS, Answers, check, make_core, make_runner, serve
+from tests.sampled import sampled
 
 MODES = [mode for mode in GRAPH_MODES if mode != "NONE"]
 
@@ -40,14 +41,7 @@ def without_graphs(name: str) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[] if name == "llama" or mode == MODES[-1] else pytest.mark.slow)
-        for name in (*MODELS, "demo")
-        for mode in MODES
-    ],
-)
+@sampled(("name", "mode"), (*MODELS, "demo"), MODES)
 def test_five_modes_give_the_same_tokens(name: str, mode: str) -> None:
     runner = make_runner(name, mode)
     check(serve(make_core(runner, num_blocks=26), grammars=False), without_graphs(name))

@@ -43,6 +43,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp": {},
 }
 """by name; those of the last two are made by `drafters`"""
+SHARED = ("the model itself", "eagle3", "mtp")
+"""One of each kind that ranks share: a model, a head, and a layer of the model's own"""
 
 
 def params() -> list[SamplingParams]:
@@ -146,7 +148,10 @@ def test_a_model_guesses_what_it_would_write_itself(
     assert counts.num_accepted == counts.num_tokens > 40
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=() if one in SHARED else pytest.mark.slow) for one in DRAFTERS],
+)
 def test_two_ranks_guess_alike(method: str, drafters: dict[str, tuple[str, dict[str, Any]]]) -> None:
     """On two ranks the answers, and as many right guesses, as on one."""
     model, given = drafters[method]

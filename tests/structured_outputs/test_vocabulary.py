@@ -14,6 +14,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError
 from headrace.hub import DEMO_FOLDER
 from headrace.structured_outputs.vocabulary import marks, vocabulary
+from tests.sampled import RNG
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 FOLDERS = [
@@ -21,6 +22,8 @@ FOLDERS = [
     *sorted((SHARED / "data" / "tokenizers").glob("*/")),
     *sorted((SHARED / "models").glob("stories260K/")),
 ]
+CHOSEN = [DEMO_FOLDER, *RNG.sample(FOLDERS[1:], min(2, len(FOLDERS) - 1))]
+"""Those of `make test`; others each time, as they take seconds each"""
 PIECE = 16
 """Tokens whose bytes are compared together"""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -34,7 +37,10 @@ def allowed(tokens: LLTokenizer, grammar: str) -> set[int]:
     return {token_id for token_id in range(tokens.vocab_size) if mask[token_id // 8] >> token_id % 8 & 1}
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(one, id=one.name, marks=() if one in CHOSEN else pytest.mark.slow) for one in FOLDERS],
+)
 def test_bytes_equal_those_of_llguidances_own_reader(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     eos = [tokenizer.eos_token_id or 0]
