@@ -34,6 +34,7 @@ from headrace.runner import latent_checks, layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.self_check import SelfCheck, with_switches
+from tests.sampled import RNG, sampled
 
 CPU = torch.device("cpu")
 QWEN3 = {
@@ -80,6 +81,12 @@ SPARSE = {
 }
 FEW_DECODES = (1, 4, 16)
 """Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
+CACHES = ("auto", "fp8_e4m3")
+ONE_CACHE = RNG.choice(CACHES)
+either_cache = pytest.mark.parametrize(
+    "kv", [pytest.param(one, marks=() if one == ONE_CACHE else pytest.mark.slow) for one in CACHES]
+)
+"""Of the two the one whose turn it is"""
 
 
 def check(
@@ -162,7 +169,7 @@ def _unlike(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**QWEN3, **heads, "architectures": ["Unlike"]}
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@either_cache
 def test_sinks_windows_and_chunks_agree(kv: str, unlike: dict[str, Any]) -> None:
     found = check(unlike, kv, None, only="attention")
     assert found.demoted == []
@@ -264,11 +271,8 @@ def test_adapters_of_experts_agree_and_that_they_are_forgotten_is_found() -> Non
     assert check(MOE, "auto", None, only="fused_moe", adapted=True, fused_moe=forgets).demoted == ["fused_moe"]
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize(("factor", "demoted"), [(1.0, []), (1.04, ["prefill_attention"])])
-def test_so_is_a_wrong_kernel_of_long_prompts(
-    factor: float, demoted: list[str], kv: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@sampled(("kv", "factor"), CACHES, [1.0, 1.04])
+def test_so_is_a_wrong_kernel_of_long_prompts(kv: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs a GPU: in its place the kernel of short ones, or that one wrong. Of an fp8 cache both read what was
     unpacked."""
 
@@ -286,11 +290,11 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
     heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     found = check({**LLAMA, **heads}, kv, None, copy_engine=True, only="prefill_attention")
-    assert found.demoted == demoted
+    assert found.demoted == ([] if factor == 1.0 else ["prefill_attention"])
     assert ran == {2}
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@either_cache
 def test_latents_agree(kv: str) -> None:
     found = check(LATENT, kv, None, only="_attention")
     assert found.demoted == []
