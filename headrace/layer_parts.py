@@ -21,6 +21,13 @@ class Norm:
     """a bias is added last; only layer norms have one"""
     plus_one: bool = False
     """checkpoints hold the weight less one; it is kept in float32, in which the sum is exact"""
+    rounds_once: bool = False
+    """The product with the weight alone is rounded to the model's type, not what is multiplied too."""
+
+    @property
+    def float32(self) -> bool:
+        """Tells whether the weight is kept in float32, by which kernels know to round once."""
+        return self.plus_one or self.rounds_once
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def linear(
 def norm(name: str, shape: int | tuple[int, ...], split: Split = "whole", of: Norm | None = None) -> list[Parameter]:
     """Return the tensors of a norm like `of`; None: like the usual one."""
     of, sizes = of or Norm(), (shape,) if isinstance(shape, int) else shape
-    tensors = [Parameter(f"{name}.weight", sizes, "plain", split, wide=of.plus_one)] if of.weight else []
+    tensors = [Parameter(f"{name}.weight", sizes, "plain", split, wide=of.float32)] if of.weight else []
     return tensors + ([Parameter(f"{name}.bias", sizes, "plain", split)] if of.bias else [])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.matmul import matmul
-from headrace.kernels.norm import rms_norm
+from headrace.kernels.norm import rms_norm, times_weight
 
 ROUTER_TOKENS = 16
 """tokens whose norm, router logits and choice of experts take one launch, whatever the router's size"""
@@ -183,13 +183,12 @@ def _router_kernel(
     row_in, column_in = row < NUM_ROWS, column < HIDDEN
     weight_ptrs = router_ptr + row[:, None] * HIDDEN + column[None, :]
     weight = tl.load(weight_ptrs, mask=row_in[:, None] & column_in[None, :], other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + column, mask=column_in, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + column, mask=column_in, other=0.0)
     wait_for_inputs(OVERLAP)
     token = tl.program_id(1)
     dtype = normed_ptr.dtype.element_ty
     x = tl.load(x_ptr + token * x_stride + column, mask=column_in, other=0.0).to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)).to(dtype).to(tl.float32)
-    x = (x * norm).to(dtype)
+    x = times_weight(x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps), norm, dtype, False).to(dtype)
     if tl.program_id(0) == 0:
         tl.store(normed_ptr + token * HIDDEN + column, x, mask=column_in)
     logit = tl.sum(weight * x.to(tl.float32)[None, :], axis=1)

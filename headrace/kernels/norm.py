@@ -25,7 +25,7 @@ from headrace.kernels.peers import ALONE, Peers, all_reduce_reference, sum_over_
 
 
 @triton.jit
-def _times_weight(normed, weight, dtype: tl.constexpr, CENTERED: tl.constexpr):
+def times_weight(normed, weight, dtype: tl.constexpr, CENTERED: tl.constexpr):
     """Return a normed row times the weight, in fp32; an RMS norm is first rounded to the weight's type, if that is
     x's."""
     if not CENTERED and weight.dtype == dtype:
@@ -85,7 +85,7 @@ def _rms_norm_kernel(
         delta = delta.to(tl.float32)
         if delta_weight_ptr is not None:
             normed = delta * tl.rsqrt(tl.sum(delta * delta, axis=0) / hidden + delta_eps)
-            delta = _times_weight(normed, delta_weight, dtype, False)
+            delta = times_weight(normed, delta_weight, dtype, False)
             delta = delta.to(dtype).to(tl.float32)
         rounded = (x + delta).to(dtype)
         tl.store(x_ptr + row * x_stride + columns, rounded, mask=inside)
@@ -95,7 +95,7 @@ def _rms_norm_kernel(
             x = tl.where(inside, x - tl.sum(x, axis=0) / hidden, 0.0)
         normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
         if weight_ptr is not None:
-            normed = _times_weight(normed, weight, dtype, CENTERED)
+            normed = times_weight(normed, weight, dtype, CENTERED)
         if bias_ptr is not None:
             normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         normed = normed.to(dtype)

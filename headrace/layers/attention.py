@@ -63,7 +63,7 @@ class HeadNorm(Layer):
     def __init__(self, mixer: mixers.Attention, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = mixer.norm
-        dtype = torch.float32 if mixer.norm.plus_one else dtype
+        dtype = torch.float32 if mixer.norm.float32 else dtype
         made = empty_parameter if mixer.norm.weight else torch.ones
         self.weight: Tensor = made(mixer.head_dim, dtype=dtype)
 
@@ -88,7 +88,7 @@ class QKNorm(Layer):
         self.heads = spec.num_heads, spec.num_kv_heads
         self.all_heads = mixer.num_heads, mixer.num_kv_heads
         self.shares = group.rank, split_kv_heads(mixer.num_kv_heads, group)[1]
-        dtype = torch.float32 if mixer.norm.plus_one else context.dtype
+        dtype = torch.float32 if mixer.norm.float32 else context.dtype
         self.weight = empty_parameter(sum(self.heads), spec.head_dim, dtype=dtype)
         self.squares, self.normed = context.kernels.qk_squares, context.kernels.qk_norm
         self.all_reduce, self.ranks = group.all_reduce, group.size

@@ -127,7 +127,8 @@ class SparseMoE(Layer):
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
         self.norm: RMSNorm | None = None
         if spec.own_norm is not None:
-            self.norm = RMSNorm(hidden_size, spec.own_norm.eps, context.kernels, dtype)
+            of_norm = torch.float32 if spec.own_norm.float32 else dtype
+            self.norm = RMSNorm(hidden_size, spec.own_norm.eps, context.kernels, of_norm)
             self.router_scale = empty_parameter(hidden_size, dtype=torch.float32)
             self.factors = empty_parameter(spec.num_experts, dtype=torch.float32)
         if has_shared:

@@ -54,10 +54,10 @@ class RMSNorm(Layer):
     """Adds to the residual, and norms the sum."""
 
     def __init__(self, size: int, eps: float, kernels: KernelTable, dtype: torch.dtype, plus_one: bool = False) -> None:
-        """Build the norm; `plus_one`: the checkpoint holds the weight less one."""
+        """Build the norm, with a weight of `dtype`; `plus_one`: the checkpoint holds it less one."""
         super().__init__()
         self.plus_one = plus_one
-        self.weight = empty_parameter(size, dtype=torch.float32 if plus_one else dtype)
+        self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
         self.rms_norm, self.add_up = kernels.rms_norm, kernels.add_up
         self.deferred = False
@@ -101,7 +101,7 @@ class LayerNorm(Layer):
     def __init__(self, size: int, norm: layer_parts.Norm, kernels: KernelTable, dtype: torch.dtype) -> None:
         super().__init__()
         self.plus_one = norm.plus_one
-        self.weight = empty_parameter(size, dtype=torch.float32 if norm.plus_one else dtype) if norm.weight else None
+        self.weight = empty_parameter(size, dtype=torch.float32 if norm.float32 else dtype) if norm.weight else None
         self.bias = empty_parameter(size, dtype=dtype) if norm.bias else None
         self.size, self.eps = size, norm.eps
         self.layer_norm = kernels.layer_norm
@@ -121,7 +121,7 @@ def make_norm(norm: layer_parts.Norm, size: int, kernels: KernelTable, dtype: to
     """Return the layer that a description asks for."""
     if norm.kind == "layer":
         return LayerNorm(size, norm, kernels, dtype)
-    return RMSNorm(size, norm.eps, kernels, dtype, norm.plus_one)
+    return RMSNorm(size, norm.eps, kernels, torch.float32 if norm.float32 else dtype, norm.plus_one)
 
 
 def weight_slot(weight: Tensor, plus_one: bool) -> Slot:

@@ -143,10 +143,10 @@ def phi(c: Fields) -> Described:
     return alike([mixer] * count, [block] * count, replace(PARALLEL, norm=norm), names=names, head_bias=True)
 
 
-def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool) -> Described:
+def interleaved(c: Fields, theta: float, eps: float, bias: str, o_bias: bool, **of_norm: bool) -> Described:
     """Describe Llama with neighbours rotated together, as Helium and ERNIE 4.5 are. `bias`: the field that says whether
     linears have biases; `o_bias`: those of attention's output and of the feed-forward do too."""
-    norm, count, biased = rms_norm(c, eps), num_layers(c), c.flag(bias)
+    norm, count, biased = rms_norm(c, eps, **of_norm), num_layers(c), c.flag(bias)
     rope = replace(read_rope(c, theta=theta), interleaved=True)
     mixer = attention(c, rope=rope, qkv_bias=biased, o_bias=biased and o_bias, norm=norm)
     mlp_bias = biased if o_bias else c.flag("mlp_bias")
@@ -224,7 +224,7 @@ def olmo3(c: Fields) -> Described:
 
 
 def _olmo2(c: Fields, kinds: list[str], rope: Callable[[str], Rope]) -> Described:
-    norm, bias = rms_norm(c, 1e-5), c.flag("attention_bias")
+    norm, bias = rms_norm(c, 1e-5, rounds_once=True), c.flag("attention_bias")
     changes: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias, "qk_norm": "wide", "norm": norm}
     mixers = {kind: attention(c, window_of(c, kind), rope=rope(kind), **changes) for kind in {*kinds}}
     return alike([mixers[kind] for kind in kinds], [dense(c)] * len(kinds), replace(BEHIND, norm=norm))

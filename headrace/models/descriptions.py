@@ -65,10 +65,10 @@ def whole_rope(c: Fields, theta: float = 10000.0) -> Rope:
     return rope
 
 
-def rms_norm(c: Fields, default: float = 1e-6, plus_one: bool = False) -> Norm:
-    """Return the RMS norm of the epsilon in `rms_norm_eps`, `default` where the field is absent."""
+def rms_norm(c: Fields, default: float = 1e-6, **changes: Any) -> Norm:
+    """Return the RMS norm of the epsilon in `rms_norm_eps`, `default` where the field is absent, with `changes`."""
     eps = c.number("rms_norm_eps", None if "rms_norm_eps" in c.values else default, above=0)
-    return Norm(eps=eps, plus_one=plus_one)
+    return Norm(eps=eps, **changes)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -278,7 +278,7 @@ def gpt_oss(c: Fields) -> Described:
     kinds = layer_types(c) or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
     window = c.optional("sliding_window") if "sliding_window" in c.values else 128
     bias = c.flag("attention_bias", True)
-    norm = rms_norm(c)
+    norm = rms_norm(c, rounds_once=True)
     sliding, full = (attention(c, keys, qkv_bias=bias, o_bias=bias, sinks=True, norm=norm) for keys in (window, None))
     clamp = c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0, above=0)
     names = ExpertNames(router="router", stacked="gate_up_proj")

@@ -146,10 +146,10 @@ def phimoe(c: Fields) -> Described:
     return alike([mixer] * count, [block] * count, Norms(norm=norm), head_bias=c.flag("lm_head_bias"))
 
 
-def olmoe(c: Fields, norms: Norms = USUAL, eps: float = 1e-5) -> Described:
+def olmoe(c: Fields, norms: Norms = USUAL, eps: float = 1e-5, **of_norm: bool) -> Described:
     """Describe OLMoE (arXiv 2409.02060), with experts in every layer and norms of all heads together, and with norms
     elsewhere FlexOlmo (arXiv 2507.07024)."""
-    norm, count, bias = rms_norm(c, eps), num_layers(c), c.flag("attention_bias")
+    norm, count, bias = rms_norm(c, eps, **of_norm), num_layers(c), c.flag("attention_bias")
     if c.values.get("clip_qkv") is not None:  # it would follow the norms
         raise c.refusal("clip_qkv", "null")
     mixer = attention(c, qk_norm="wide", qkv_bias=bias, o_bias=bias, norm=norm)
@@ -157,7 +157,7 @@ def olmoe(c: Fields, norms: Norms = USUAL, eps: float = 1e-5) -> Described:
     return alike([mixer] * count, [block] * count, replace(norms, norm=norm))
 
 
-flex_olmo = partial(olmoe, norms=BEHIND, eps=1e-6)
+flex_olmo = partial(olmoe, norms=BEHIND, eps=1e-6, rounds_once=True)
 
 
 CHUNKS = ("full_attention", "chunked_attention")
@@ -240,7 +240,7 @@ AFMOE_NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_laye
 def afmoe(c: Fields) -> Described:
     """Describe AFMoE (Trinity), with gates of attention's output, positions in layers with windows alone, four norms a
     layer, and experts chosen by sigmoids and biases."""
-    norm, rope = rms_norm(c, 1e-5), read_rope(c)
+    norm, rope = rms_norm(c, 1e-5, rounds_once=True), read_rope(c)
     if c.flag("attention_bias"):
         raise c.refusal("attention_bias", "false")
     mixers = []

@@ -60,7 +60,7 @@ def gemma4(c: Fields) -> Described:
             raise c.refusal(name, "0 or null")
     if c.text("use_bidirectional_attention", "") == "all":
         raise c.refusal("use_bidirectional_attention", "null or vision")
-    norm, bias, same = rms_norm(c), c.flag("attention_bias"), c.flag("attention_k_eq_v")
+    norm, bias, same = rms_norm(c, rounds_once=True), c.flag("attention_bias"), c.flag("attention_k_eq_v")
     kinds = [*every_nth(c, 6)[:-1], "full_attention"]
     kv_heads = c.optional("num_global_key_value_heads") if same else None
     wide = {"head_dim": c.integer("global_head_dim", 512)} | ({"num_key_value_heads": kv_heads} if kv_heads else {})

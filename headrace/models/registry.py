@@ -53,7 +53,7 @@ OF_VICUNA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers
 LLAVA: dict[str, Describe] = {"llama": descriptions.llama, "qwen2": QWEN2, **MISTRALS}
 INTERNVL: dict[str, Describe] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": descriptions.llama, **MISTRALS}
 TIED = {"tie_word_embeddings": True}
-HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False)
+HELIUM = partial(families.interleaved, theta=100000.0, eps=1e-8, bias="attention_bias", o_bias=False, rounds_once=True)
 ERNIE = partial(families.interleaved, theta=500000.0, eps=1e-5, bias="use_bias", o_bias=True)
 
 GLM_VISION = text_parts.text_part_of({"glm4v_text": families.glm4, "glm4v_moe_text": expert_families.glm4_moe})

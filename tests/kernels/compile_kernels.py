@@ -322,10 +322,11 @@ def compile_experts():
             experts = moe.Experts(router[0], 1e-6, router, w13, w2, top_k, True)
             moe.fused_moe(x, experts, x if has_shared else None, x)
             moe.fused_moe(x, replace(experts, next_norm=router[0]), x if has_shared else None, x)
-            if has_shared:  # and with a sigmoid's router, without a gate of the shared expert
+            if has_shared:  # and with a sigmoid's router and a norm in float32, without a gate of the shared expert
                 groups = max(1, num_experts // 32)
                 scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5, groups, max(1, groups // 2))
-                moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
+                ungated = replace(experts, norm_weight=router[0].float(), router=router[:-1], scoring=scoring)
+                moe.fused_moe(x, ungated, x, x)
                 scaled = replace(experts, router=router[:-1], scoring=moe_route.Scoring(True), scales_input=True)
                 moe.fused_moe(x[:1], scaled, x[:1], x[:1])
                 own = {"router_norm": router[0], "activation": "gelu_tanh"}

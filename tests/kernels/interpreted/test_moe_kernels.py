@@ -103,6 +103,15 @@ def test_one_launch_routes_like_several(num_tokens):
     assert not moe_route._arrivals(x.device).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_launch_rounds_norms_by_the_type_of_their_weight(dtype):
+    """Once or twice: the other way a quarter of the numbers differs."""
+    x, experts, _, _ = make_layer(5, 96, 6, 16, 2, torch.bfloat16, True)
+    weight = torch.rand(96).to(dtype) + 0.5
+    normed = moe_route.norm_and_route(x, weight, experts.eps, experts.router, 6, 2, experts.renormalize, 0)[2]
+    assert (normed != rms_norm_reference(x, weight, experts.eps)).float().mean() < 0.02
+
+
 def test_all_tokens_on_one_expert_and_no_logit_that_orders():
     logits = torch.zeros(40, 6)
     logits[:, 4] = 9.0
