@@ -2,9 +2,10 @@
 
 Models are those of the conformance tests (tests/models/tiny_configs.py), widened to sizes that kernels like, with
 random weights that bf16 holds. Their layers of experts send every token to all of theirs: a token that rounding sends
-elsewhere would say more about its router than about the family. A model whose keys an index chooses is compared twice:
-where the index chooses few of the keys, which rounding makes others in transformers' model too, and where it has none
-to choose from.
+elsewhere would say more about its router than about the family. Where experts' weights jump from one logit to the next
+(SparseMixer), the middle one of the positions is compared in place of all together: rounding makes a few jump, in
+transformers' model too. A model whose keys an index chooses is compared twice: where the index chooses few of the keys,
+which rounding makes others in transformers' model too, and where it has none to choose from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from h200_parts.format_numerics import case as format_case
 from h200_parts.numerics import compare, transformers_logits
 from h200_parts.run import Run
 from h200_parts.settings import Settings
+from headrace.feed_forwards import Experts
+from headrace.model_config import ModelConfig
 from headrace.models.registry import SERVED
+from headrace.models.served import describe
 
 PROMPTS = (1, 8, 24)
 """requests of a batch, whose prompts together are beyond the kernels for few tokens in the last"""
@@ -34,7 +38,10 @@ VOCAB = 512
 MEDIUM: dict[str, Any] = CONSTANTS["medium"]
 """fields that are changed where a tiny config has them"""
 ALWAYS = ("hidden_size", "intermediate_size", "vocab_size")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+FACTORS = ("short_factor", "long_factor")
+"""of rope, one for each pair of numbers that are turned"""
 AT_ONCE = 3
 """families that share the GPU, each with SHARE of its memory"""
 SHARE = 0.25
@@ -93,6 +100,7 @@ def compared(settings: Settings, name: str, changes: dict[str, int]) -> tuple[st
     folder = settings.work / title.replace(", ", "-").replace(" ", "-")
     try:
         write_model(name, folder, changes)
+        measure = "middle_error" if weights_jump(ModelConfig.from_folder(folder)) else "error"
         batches = [
             random_tokens(count, VOCAB, LONGEST, NEW_TOKENS) for count in PROMPTS[: 2 if settings.smoke else None]
         ]
@@ -105,10 +113,10 @@ def compared(settings: Settings, name: str, changes: dict[str, int]) -> tuple[st
         )
     except Exception as error:  # the other families are still compared
         return title, False, f"{type(error).__name__}: {str(error)[:600]}"
-    ours, allowed = compare(made, exact).error, compare(theirs, exact).error
+    ours, allowed = (getattr(compare(one, exact), measure) for one in (made, theirs))
     torch_path = ", ".join(f"{count} x {op}" for op, count in inside.items()) if not settings.smoke else ""
-    said = f"error against fp32 {ours:.2e}, transformers' {allowed:.2e}, ratio {ours / allowed:.2f}; "
-    said += f"torch inside layers: {torch_path or 'none'}; by {backend}"
+    said = f"{measure.replace('_', ' ')} against fp32 {ours:.2e}, transformers' {allowed:.2e}, "
+    said += f"ratio {ours / allowed:.2f}; torch inside layers: {torch_path or 'none'}; by {backend}"
     said += "".join(f"; {note}" for note in notes)
     return title, ours <= BOUND * allowed and not torch_path and not notes, said
 
@@ -117,23 +125,39 @@ def write_model(name: str, folder: Path, further: dict[str, int]) -> None:
     """Write a checkpoint in float32 whose numbers are bf16's, of a model with `further` changes."""
     import transformers
 
-    tiny, variant, medium = tiny_configs(), first_variant(name), MEDIUM | CONSTANTS["own"].get(name, {})
-    changes = {field: value for field, value in medium.items() if field in ALWAYS or variant.get(field) is not None}
-    changes |= further
-    experts = [variant[field] for field in EXPERTS if field in variant]
-    changes |= {"num_experts_per_tok": experts[0]} if experts else {}
-    rope = variant.get("rope_parameters", {})
-    if "mrope_section" in rope:
-        turned = int(MEDIUM["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-        wider = turned // 2 // sum(rope["mrope_section"])
-        changes["rope_parameters"] = {**rope, "mrope_section": [wider * size for size in rope["mrope_section"]]}
-    model_class = getattr(transformers, name)
-    model = model_class(tiny.tiny_config(name, {**variant, **changes})).eval()
-    tiny.fill_at_random(model, 1)
+    model = getattr(transformers, name)(widened(name, further)).eval()
+    tiny_configs().fill_at_random(model, 1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
+
+
+def widened(name: str, further: dict[str, int]) -> Any:
+    """Return transformers' config of a family's model with `further` changes."""
+    tiny, variant, medium = tiny_configs(), first_variant(name), MEDIUM | CONSTANTS["own"].get(name, {})
+    changes = {field: value for field, value in medium.items() if field in ALWAYS or variant.get(field) is not None}
+    changes |= further
+    experts = [(variant | changes)[field] for field in EXPERTS if field in variant]
+    changes |= dict.fromkeys(PER_TOKEN, experts[0]) if experts else {}
+    rope = variant.get("rope_parameters", {})
+    pairs = int(MEDIUM["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    if sections := rope.get("mrope_section"):
+        changes["rope_parameters"] = {**rope, "mrope_section": [size * pairs // sum(sections) for size in sections]}
+    if factors := {name: rope[name] for name in FACTORS if name in rope}:
+        wider = {name: [one for one in each for _ in range(pairs // len(each))] for name, each in factors.items()}
+        changes["rope_parameters"] = {**rope, **wider}
+    return tiny.tiny_config(name, {**variant, **changes})
+
+
+def weights_jump(config: ModelConfig) -> bool:
+    """Tell whether a model's weights of experts jump. Raises ValueError where tokens go to some of the experts alone,
+    by a field that PER_TOKEN lacks."""
+    blocks = [layer.feed_forward for layer in describe(config).layers]
+    experts = {block for block in blocks if isinstance(block, Experts)}
+    if few := [block for block in experts if block.experts_per_token < block.num_experts]:
+        raise ValueError(f"tokens go to {few[0].experts_per_token} of {few[0].num_experts} experts")
+    return any(block.near for block in experts)
 
 
 def headrace_logits(

@@ -49,6 +49,8 @@ class Comparison:
 
     error: float
     """||logits - reference|| / ||reference||"""
+    middle_error: float
+    """that of the middle one of the positions, each by itself"""
     largest: float
     """difference of any one logit"""
     covered: float
@@ -65,12 +67,14 @@ def compare(found: list[Sequence], reference: list[Sequence]) -> Comparison:
     difference = norm = largest = 0.0
     gaps: list[Tensor] = []
     same: list[Tensor] = []
+    errors: list[Tensor] = []
     nll = [0.0, 0.0]
     for a, b in zip(found, reference, strict=True):
         one, two = a.logits.float(), b.logits.float()
         difference += float((one - two).double().square().sum())
         norm += float(two.double().square().sum())
         largest = max(largest, float((one - two).abs().max()))
+        errors.append((one - two).norm(dim=-1) / two.norm(dim=-1))
         best = two.topk(2, dim=-1).values
         gaps.append(best[:, 0] - best[:, 1])
         same.append(one.argmax(-1) == two.argmax(-1))
@@ -81,6 +85,7 @@ def compare(found: list[Sequence], reference: list[Sequence]) -> Comparison:
     positions = len(covered)
     return Comparison(
         error=(difference / norm) ** 0.5,
+        middle_error=float(torch.cat(errors).quantile(0.5)),
         largest=largest,
         covered=float(covered.float().mean()),
         unlike=int((covered & ~torch.cat(same)).sum()),

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from h200 import CASES, DEFAULT_PARTS, ENGINE_PARTS, NEED_A_GPU, PARTS, grouped
-from h200_parts import format_numerics
+from h200_parts import family_numerics, format_numerics
 from h200_parts.bounds import Ceilings
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
 from h200_parts.models import MODELS
@@ -27,7 +28,9 @@ from h200_parts.settings import Settings
 import headrace
 from headrace.executor.uniproc import UniprocExecutor
 from headrace.hub import resolve_model_folder
+from headrace.model_config import ModelConfig
 from headrace.models import filling
+from headrace.models.registry import SERVED
 from headrace.quantization import gpu_linear
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Weights
@@ -160,6 +163,15 @@ def test_a_formats_logits_are_held_to_those_of_its_widened_weights(
     assert run.cases[0]["ok"] == (fault == 1.0), run.cases[0]["said"]
 
 
+@pytest.mark.slow
+def test_families_are_compared_where_all_tokens_go_to_all_experts() -> None:
+    for name in (name for name in SERVED if hasattr(transformers, name)):
+        config = family_numerics.widened(name, {})
+        family_numerics.weights_jump(ModelConfig.from_dict({**config.to_dict(), "architectures": [name]}))
+        with torch.device("meta"):
+            getattr(transformers, name)(config)
+
+
 def test_logits_are_compared_where_the_reference_is_sure() -> None:
     reference = torch.tensor([[5.0, 1.0, 0.0], [2.0, 1.9, 0.0], [0.0, 3.0, 0.0]])
     found = reference.clone()
@@ -168,7 +180,7 @@ def test_logits_are_compared_where_the_reference_is_sure() -> None:
     result = compare([Sequence(tokens, found)], [Sequence(tokens, reference)])
     assert result.largest == pytest.approx(0.1)
     assert result.error == pytest.approx(0.02**0.5 / float(reference.norm()), rel=1e-4)
-    assert (result.positions, result.unlike) == (3, 0)
+    assert (result.positions, result.unlike, result.middle_error) == (3, 0, 0.0)
     assert result.covered == pytest.approx(2 / 3)
     assert result.perplexity_change > 0
 
