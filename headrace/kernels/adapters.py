@@ -118,7 +118,7 @@ def _shrink_kernel(
     if EVEN_K:
         rows_ptrs = tl.multiple_of(rows_ptrs, 16)
     start = split * split_inputs
-    in_use = across * BLOCK_N < tl.load(used_ptr) * (SEATS * RANK)
+    in_use = across * BLOCK_N < tl.load(used_ptr, cache_modifier=".cg") * (SEATS * RANK)
     end = tl.where(in_use, tl.minimum(start + split_inputs, inputs), start)
     if OVERLAP:
         for ahead in range(start, end, 64):
@@ -156,9 +156,9 @@ def _expand_kernel(
     (blocks of tokens, blocks of outputs)."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_in, count = row < num_tokens, tl.load(used_ptr)
+    row_in, count = row < num_tokens, tl.load(used_ptr, cache_modifier=".cg")
     every = tl.arange(0, PLACES)
-    used = tl.load(used_ptr + 1 + every, mask=every < count, other=SLOTS)
+    used = tl.load(used_ptr + 1 + every, mask=every < count, other=SLOTS, cache_modifier=".cg")
     wait_for_inputs(OVERLAP)
     slot = tl.load(slots_ptr + row, mask=row_in, other=-1)
     lowest, highest = tl.min(tl.where(slot < 0, SLOTS, slot), axis=0), tl.max(slot, axis=0)

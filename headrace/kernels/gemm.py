@@ -175,7 +175,7 @@ def _skinny_kernel(
     row_in = row < num_tokens
     end, count = K, 0
     if a_ptr is not None:
-        count = tl.load(used_ptr)
+        count = tl.load(used_ptr, cache_modifier=".cg")
         shrinks, idle = across < shrinkers, across * BLOCK_N >= count * (SEATS * RANK)
         slot_of_row, column, first_ptrs = rows_in_use(
             across, a_ptr, used_ptr, ranks_ptr, slot_step, K, SEATS, RANK, SLOTS, BLOCK_N
@@ -190,7 +190,8 @@ def _skinny_kernel(
             rows_ptrs = tl.multiple_of(rows_ptrs, 16)
         if OVERLAP:
             for place in range(1, tl.where(shrinks, 0, count) + 1):
-                into_l2(b_ptr + tl.load(used_ptr + place).to(tl.int64) * slot_step + held_row * RANK)
+                held = tl.load(used_ptr + place, cache_modifier=".cg").to(tl.int64)
+                into_l2(b_ptr + held * slot_step + held_row * RANK)
     acc = _dots(
         rows_ptrs, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, end, groups, x_stride, BLOCK_M,
         BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, AHEAD, OVERLAP,

@@ -93,12 +93,13 @@ def rows_in_use(
 ):  # fmt: skip
     """Return block `across` of the rows of first matrices that tokens use (kernels/adapters.py): the slot of each (-2:
     there is no such row; SLOTS: it lies beyond the rank), its column in `s`, and a pointer to it or, beyond a rank, to
-    the last one before."""
+    the last one before. May be called before the wait, so that it reads past the processor's own cache, which may hold
+    what was in that memory before."""
     row = across * BLOCK + tl.arange(0, BLOCK)
     place, of_slot = row // (SEATS * RANK), row % (SEATS * RANK)
-    in_use = place < tl.load(used_ptr)
-    slot = tl.load(used_ptr + 1 + place, mask=in_use, other=0)
-    rank = tl.load(ranks_ptr + slot)
+    in_use = place < tl.load(used_ptr, cache_modifier=".cg")
+    slot = tl.load(used_ptr + 1 + place, mask=in_use, other=0, cache_modifier=".cg")
+    rank = tl.load(ranks_ptr + slot, cache_modifier=".cg")
     held = of_slot - of_slot % RANK + tl.minimum(of_slot % RANK, tl.maximum(rank, 1) - 1)
     column = of_slot // RANK * (SLOTS * RANK) + place * RANK + of_slot % RANK
     slot_of_row = tl.where(in_use, tl.where(of_slot % RANK < rank, slot, SLOTS), -2)
@@ -141,7 +142,8 @@ def add_adapters(
     """Return acc plus `s` (kernels/adapters.py), of tokens `row`, times the second matrices of the slots in use from
     `begin` up to `count`, for the weight's rows `weight_row`, in the form of `add_product`: further inputs, whose
     weights are those matrices. Each part of the rows has inputs of its own."""
-    lane, blocks = tl.arange(0, COLUMNS), tl.cdiv((count - begin) * RANK, COLUMNS)
+    lane, blocks = tl.arange(0, COLUMNS), tl.cdiv(tl.maximum(count - begin, 0) * RANK, COLUMNS)
+    each = tl.maximum(blocks, 1)  # a pipeline computes its first addresses even of a loop without a turn
     lowest, highest = tl.min(weight_row, axis=0), tl.max(weight_row, axis=0)
     first, last = 0, 1
     for other in tl.static_range(1, SEATS):
@@ -151,7 +153,7 @@ def add_adapters(
     s_ptrs = s_ptr + row.to(tl.int64)[:, None] * (SEATS * SLOTS * RANK) + lane[None, :]
     b_ptrs = b_ptr + weight_row.to(tl.int64)[:, None] * RANK
     for turn in range(first * blocks, last * blocks):
-        seat, column = turn // blocks, begin * RANK + turn % blocks * COLUMNS
+        seat, column = turn // each, begin * RANK + turn % each * COLUMNS
         place = (column + lane) // RANK
         held = place < count
         of = tl.max_constancy(tl.load(used_ptr + 1 + place, mask=held, other=0), 16)

@@ -51,6 +51,8 @@ class AdapterStore:
         """lora_int_id of the adapter that has been copied to the device ahead of its use; 0: none"""
         self._copied: torch.cuda.Event | None = None
         """recorded behind the last copy into a slot"""
+        self._stream: torch.cuda.Stream | None = None
+        """of `read`; torch hands its streams out in turn, so that a new one each time would once be that of captures"""
         self._lock = Lock()
         """of the two above"""
 
@@ -61,6 +63,7 @@ class AdapterStore:
         if self.adapters.device.type == "cuda":
             # who launches steps beside `read`, and waits for Python's lock, is not to wait for 5 ms each time
             sys.setswitchinterval(SWITCH_SECONDS)
+            self._stream = torch.cuda.Stream(self.adapters.device)
         return self.adapters
 
     def read(self, request: LoRARequest, dropped: Sequence[int] = ()) -> None:
@@ -90,10 +93,10 @@ class AdapterStore:
 
             seats = self.adapters.read(file.changes, tensor, values, ranks)
         self._kept[request.lora_int_id] = Kept(self._free.pop(), seats)
-        if self.adapters.device.type == "cuda":
-            with torch.cuda.stream(stream := torch.cuda.Stream(self.adapters.device)):
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
                 self.adapters.memory[-1].copy_(values, non_blocking=True)
-            stream.synchronize()
+            self._stream.synchronize()
             with self._lock:
                 self._ahead = request.lora_int_id
 

@@ -64,6 +64,7 @@ from tests.kernels.offline_target import (
     reached_the_end,
     shorten_all_but_first,
     spills,
+    trusts_its_cache_early,
     use_target,
 )
 
@@ -103,6 +104,7 @@ def report(label, kernel, known):
         entry = {"kernel": label, "to_the_end": reached_the_end(found)}
         if entry["to_the_end"]:
             entry |= {"spills": spills(found), "shared": found.metadata.shared, "early": loads_before_it_waits(found)}
+            entry["cached"] = trusts_its_cache_early(found)
         print(json.dumps(entry), flush=True)
 
 

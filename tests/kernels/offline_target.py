@@ -136,3 +136,8 @@ def loads_before_it_waits(found):
     text = found.asm.get("ptx", "")
     first = re.search(r"cp\.async\.c[ag]|ld\.global", text)
     return first is not None and first.start() < text.find("griddepcontrol.wait")
+
+
+def trusts_its_cache_early(found):
+    """Whether a kernel for NVIDIA's GPUs loads by its processor's own cache before it first waits."""
+    return re.search(r"ld\.global\.[bv]", found.asm.get("ptx", "").partition("griddepcontrol.wait")[0]) is not None

@@ -65,6 +65,9 @@ def test_kernels_compile_without_spilling(target, extent):
     few = [entry for entry in ended if "decode" in entry["kernel"] and entry["early"]]
     assert all(entry["spills"] <= 272 for entry in few)  # of a first tile that waits for the query, 2% faster
     assert [entry for entry in ended if entry["spills"] and entry not in (*latents, *adapting, *few)] == []
+    of_slots = [entry for entry in ended if entry["kernel"].startswith(("adapters _s", "adapters _e"))]
+    assert of_slots
+    assert not any(entry["cached"] for entry in of_slots)  # which slots are in use is what this step wrote
     linears = [entry for entry in ended if entry["kernel"].startswith(("linear", "tiled linear"))]
     assert linears
     assert all(entry["early"] for entry in linears) or target != "sm_90", linears  # weights, beside the kernel in front
