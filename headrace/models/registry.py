@@ -245,6 +245,8 @@ DESCRIBED = {entry.architecture: entry for entry in MODELS}
 ON_TOP = (CLASSIFIER, "ForMaskedLM")
 """How architectures of encoders with a head end"""
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
+OWN_NAMES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+"""Architectures as published files name them, after code of their own -> as transformers does"""
 PLUGINS = "headrace.models"
 """Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
 
@@ -255,6 +257,8 @@ def find_entry(architecture: str) -> ModelEntry | None:
     cannot be imported."""
     if architecture in DESCRIBED:
         return DESCRIBED[architecture]
+    if architecture in OWN_NAMES:
+        return replace(DESCRIBED[OWN_NAMES[architecture]], architecture=architecture)
     for encoder in ENCODERS:
         if architecture in (encoder.architecture, *(encoder.architecture.removesuffix(BARE) + end for end in ON_TOP)):
             return replace(encoder, architecture=architecture)

@@ -23,7 +23,7 @@ from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.models import filling, loader
 from headrace.models.checkpoint import checkpoint_files
-from headrace.models.registry import SERVED
+from headrace.models.registry import served_entry
 from headrace.models.schemes import linears_in_files
 from headrace.planner.catalogue import catalogue
 
@@ -75,8 +75,9 @@ def test_each_tensor_is_taken_or_skipped(name: str, tmp_path: Path) -> None:
     fields = layout["config"] if isinstance(layout["config"], dict) else catalogue()[layout["config"]].config
     count, size = write_headers(layout["tensors"], tmp_path)
     assert size == layout.get("total_size", size)
-    defaults = SERVED[fields["architectures"][0]].defaults
-    config = ModelConfig.from_dict({**fields, **layout.get("changes", {})}, defaults=defaults)
+    entry = served_entry(fields["architectures"][0])
+    assert entry is not None
+    config = ModelConfig.from_dict({**fields, **layout.get("changes", {})}, defaults=entry.defaults)
     context = make_context(config, dtype=torch.bfloat16)
     model = loader.build_model(config, context)
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
