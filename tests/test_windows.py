@@ -3,18 +3,14 @@ cache, preemption and blocks that go back change no token of transformers' own, 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from zlib import crc32
 
 import pytest
 import torch
-
-from headrace import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent / "models"))
 from tiny_configs import BASE, VARIANTS, best_tokens, save_tiny_model
 
+from headrace import LLM, SamplingParams
 from tests.distributed.thread_ranks import THREADS
 
 NEW_TOKENS = 24

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -126,6 +127,19 @@ class Task:
         assert call == self.calls[number]
         self.done.append(call)
         return self.results[number]
+
+    def functions(self) -> list[Callable[..., str]]:
+        """Its tools, for clients that read what a tool takes from a function."""
+
+        def get_weather(city: str, days: int, exact: bool = False) -> str:
+            """The temperature in a city."""
+            return self.run("get_weather", {"city": city, "days": days, "exact": exact})
+
+        def add(numbers: list[float], note: str | None = None) -> str:
+            """Adds numbers."""
+            return self.run("add", {"numbers": numbers, "note": note})
+
+        return [get_weather, add]
 
     def run_json(self, name: str, arguments: str) -> str:
         return self.run(name, json.loads(arguments))

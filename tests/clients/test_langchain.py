@@ -32,18 +32,8 @@ def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
 
-    @tool
-    def get_weather(city: str, days: int, exact: bool = False) -> str:
-        """The temperature in a city."""
-        return task.run("get_weather", {"city": city, "days": days, "exact": exact})
-
-    @tool
-    def add(numbers: list[float], note: str | None = None) -> str:
-        """Adds numbers."""
-        return task.run("add", {"numbers": numbers, "note": note})
-
-    by_name = {"get_weather": get_weather, "add": add}
-    model = model_of(scripted).bind_tools([get_weather, add])
+    by_name = {made.name: made for made in map(tool, task.functions())}
+    model = model_of(scripted).bind_tools([*by_name.values()])
     history: list[Any] = [HumanMessage(task.question)]
     while isinstance(history[-1], (HumanMessage, ToolMessage)):
         if stream:

@@ -47,17 +47,8 @@ def run(scripted: Scripted, api: str, question: str, stream: bool, **fields: Any
 def test_agent(scripted: Scripted, task: Task, stream: bool, api: str) -> None:
     import agents
 
-    @agents.function_tool(strict_mode=False)
-    def get_weather(city: str, days: int, exact: bool = False) -> str:
-        """The temperature in a city."""
-        return task.run("get_weather", {"city": city, "days": days, "exact": exact})
-
-    @agents.function_tool(strict_mode=False)
-    def add(numbers: list[float], note: str | None = None) -> str:
-        """Adds numbers."""
-        return task.run("add", {"numbers": numbers, "note": note})
-
-    result = run(scripted, api, task.question, stream, tools=[get_weather, add])
+    tools = [agents.function_tool(one, strict_mode=False) for one in task.functions()]
+    result = run(scripted, api, task.question, stream, tools=tools)
     task.check(scripted, result.final_output.strip())
     assert "Use your tools." in scripted.prompts[0]
     if api == "OpenAIResponsesModel" and scripted.family.thinks:

@@ -45,19 +45,7 @@ def run(agent: Any, question: str, stream: bool) -> tuple[Any, list[Any]]:
 def agent_of(scripted: Scripted, task: Task, **fields: Any) -> Any:
     from pydantic_ai import Agent
 
-    agent = Agent(model_of(scripted), retries=0, **fields)
-
-    @agent.tool_plain
-    def get_weather(city: str, days: int, exact: bool = False) -> str:
-        """The temperature in a city."""
-        return task.run("get_weather", {"city": city, "days": days, "exact": exact})
-
-    @agent.tool_plain
-    def add(numbers: list[float], note: str | None = None) -> str:
-        """Adds numbers."""
-        return task.run("add", {"numbers": numbers, "note": note})
-
-    return agent
+    return Agent(model_of(scripted), retries=0, tools=task.functions(), **fields)
 
 
 @FOUR

@@ -5,7 +5,6 @@ The SDKs build their objects without checking; here pydantic checks each against
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -14,12 +13,12 @@ import openai.types.responses
 import pydantic
 import pytest
 
-from tests.clients.tasks import TOOLS, Task, imported_where_used
+from tests.clients.tasks import FOUR, TOOLS, Task, imported_where_used
 from tests.scripted.engine import Scripted
+from tests.server.fake_engine import named_events
 from tests.speed import PATIENCE
 
 imported_where_used("anthropic")
-FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
@@ -27,13 +26,7 @@ def post(scripted: Scripted, path: str, body: dict[str, Any]) -> list[dict[str, 
     """Return the body of an answer, or the data of each event of a stream."""
     answer = httpx.post(f"{scripted.url}{path}", json={"model": scripted.name, **body}, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
-    if not body.get("stream"):
-        return [answer.json()]
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    names = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
-    found = [json.loads(event) for event in events]
-    assert names == [event["type"] for event in found]
-    return found
+    return named_events(answer) if body.get("stream") else [answer.json()]
 
 
 def known(model: pydantic.BaseModel) -> None:

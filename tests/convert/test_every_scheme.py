@@ -6,16 +6,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
+from safetensors.torch import save_file
 
 from headrace.convert.quantize import quantize
 from headrace.convert.schemes import SCHEMES, find_scheme
@@ -76,9 +73,7 @@ def run(folder: Path, output: Path, scheme: str, style: str) -> None:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    driver = Driver(folder)
-    driver.start(1)
-    return driver.step([PROMPT])
+    return Driver(folder).logits(PROMPT)
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
+from safetensors.torch import save_file
 from tiny_configs import save_tiny_model
 
 from headrace.convert import awq
@@ -25,7 +22,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.served import describe
 
 CPU = torch.device("cpu")
-TOKENS = [list(range(20, 60))]
+TOKENS = list(range(20, 60))
 NORMS, VALUES, UPS = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.v_proj"}, {"mlp.up_proj"}
 EXPERTS = {"mlp.experts.*.up_proj"}
 BESIDE = {"input_layernorm", "pre_feedforward_layernorm", "mlp.up_proj", "moe.experts.*.up_proj"}
@@ -46,9 +43,7 @@ MODELS = [
 
 
 def logits(folder: Path) -> torch.Tensor:
-    driver = Driver(folder)
-    driver.start(1)
-    return driver.step(TOKENS)
+    return Driver(folder).logits(TOKENS)
 
 
 @pytest.mark.parametrize(("architecture", "variant", "folds"), MODELS)

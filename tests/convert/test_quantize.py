@@ -18,12 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
+from safetensors.torch import load_file, save_file
 from tiny_configs import save_tiny_model, shard
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.convert import quantize as job
@@ -72,9 +70,7 @@ def texts_for(folder: Path) -> Texts:
 
 
 def logits(folder: Path, tokens: list[int] = PROMPT) -> Tensor:
-    driver = Driver(folder, max_len=512)
-    driver.start(1)
-    return driver.step([tokens])
+    return Driver(folder, max_len=512).logits(tokens)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -3,13 +3,13 @@ products whose inputs ranks share are summed as eight slices in one tree."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_configs import VARIANTS, save_tiny_model
 
 from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group
@@ -17,10 +17,6 @@ from headrace.kernels.matmul import SLICES, matmul_slices, tree_sum
 from headrace.layers.linear import RowParallelLinear
 from headrace.planner.decisions import INVARIANT_RANKS
 from headrace.quantization.unquantized import unquantized
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_configs import VARIANTS, save_tiny_model
-
 from tests.distributed.thread_ranks import THREADS
 
 CPU = torch.device("cpu")

@@ -4,15 +4,12 @@ cache, after preemption, beside aborted requests, and while some have nothing to
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_configs import BASE, VARIANTS, best_tokens, save_tiny_model, tiny_config
 
 from headrace.config import EngineConfig

@@ -5,13 +5,13 @@ here, which takes no time to start; processes are in tests/test_generate.py and 
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_configs import BASE, best_tokens, save_tiny_model
 
 from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group, Mesh
@@ -21,10 +21,6 @@ from headrace.request import EngineCoreRequest
 from headrace.runner.pipeline import Pipeline
 from headrace.stages import Stage
 from headrace.step import NewRow, SchedulerOutput
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_configs import BASE, best_tokens, save_tiny_model
-
 from tests.distributed.thread_ranks import THREADS
 
 NEW_TOKENS = 14

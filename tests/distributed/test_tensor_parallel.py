@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from driver import Driver
+from mixed_format import quantize
 from safetensors.torch import load_file
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "models"))
-from driver import Driver  # noqa: E402
-from mixed_format import quantize  # noqa: E402
-from tiny_configs import ALIKE, VARIANTS, save_tiny_model  # noqa: E402
-from tp_rank import check_two, run, run_two  # noqa: E402
+from tiny_configs import ALIKE, VARIANTS, save_tiny_model
+from tp_rank import check_two, run, run_two
 
 CHOSEN = [
     ("LlamaForCausalLM", "biases"),

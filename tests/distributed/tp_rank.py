@@ -3,17 +3,14 @@ to FOLDER/rank{RANK}, and those with whole experts on each rank, if there are an
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
+from safetensors.torch import load_file, save_file
 
 from headrace.distributed.mesh import init_mesh
 from headrace.distributed.ranks import Ranks

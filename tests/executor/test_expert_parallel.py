@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_configs import save_tiny_model
 
 from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
 from headrace.layers.moe import own_experts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_configs import save_tiny_model
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 64,

@@ -87,6 +87,11 @@ class Driver:
         self.computed = lengths
         return self.model.compute_logits(hidden)
 
+    def logits(self, prompt: list[int]) -> Tensor:
+        """Those of a prompt by itself # [num_tokens, vocab_size]"""
+        self.start(1)
+        return self.step([prompt])
+
     def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """Prompts must be sorted by length (requests of one token come first)."""
         self.start(len(prompts))

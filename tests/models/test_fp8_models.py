@@ -48,11 +48,7 @@ fish. The frog looked too, and they became good friends.
 
 
 def run(driver: Driver, sequences: list[list[int]]) -> Tensor:
-    found = []
-    for ids in sequences:
-        driver.start(1)
-        found.append(driver.step([ids]))
-    return torch.cat(found)
+    return torch.cat([driver.logits(ids) for ids in sequences])
 
 
 def error(found: Tensor, exact: Tensor) -> float:

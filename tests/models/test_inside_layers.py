@@ -3,7 +3,6 @@ every family. Here kernels are their references, into which the count does not l
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,15 +11,13 @@ from typing import Any
 
 import driver
 import pytest
+from h200_parts.format_numerics import watch
 from tiny_configs import ALIKE, VARIANTS, save_tiny_model
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headrace.attention.torch_sdpa import TorchSdpa
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.models.registry import SERVED
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from h200_parts.format_numerics import watch
 
 
 def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:

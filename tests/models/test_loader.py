@@ -27,7 +27,7 @@ from headrace.models.finite import CHUNK, FiniteCheck
 from headrace.models.loader import load_model
 from headrace.quantization.scheme import Slot
 
-PROMPT = [[5, 9, 33, 2, 71]]
+PROMPT = [5, 9, 33, 2, 71]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -38,9 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def logits(folder: Path) -> Tensor:
-    driver = Driver(folder)
-    driver.start(1)
-    return driver.step(PROMPT)
+    return Driver(folder).logits(PROMPT)
 
 
 def edit(folder: Path, **changes: Tensor | None) -> None:
@@ -85,13 +83,18 @@ def test_the_text_part_of_a_model_of_more_is_read_under_either_name(front: str, 
     outer = {"architectures": config.pop("architectures"), "vision_config": {"depth": 1}}
     (folder / "config.json").write_text(json.dumps({**outer, "text_config": {**config, "num_nextn_predict_layers": 1}}))
     driver = Driver(folder)
-    driver.start(1)
-    assert torch.equal(driver.step(PROMPT), expected)
+    assert torch.equal(driver.logits(PROMPT), expected)
     skipped = [note for note in driver.model.notes if note.startswith("Skipped")]
     assert sorted(skipped) == [
         "Skipped: 1 tensors of layers that draft further tokens.",
         "Skipped: 2 tensors of other parts than text.",
     ]
+
+
+def test_tensors_of_drafts_by_another_name_are_skipped_with_a_line(tmp_path: Path) -> None:
+    save_tiny_model("Qwen3NextForCausalLM", "hybrid", tmp_path)
+    edit(tmp_path, **{"mtp.fc.weight": torch.zeros(3, 3)})
+    assert "Skipped: 1 tensors of layers that draft further tokens." in Driver(tmp_path).model.notes
 
 
 def test_linears_that_a_checkpoint_holds_as_one_are_split(folder: Path) -> None:

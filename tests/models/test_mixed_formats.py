@@ -135,9 +135,8 @@ def test_experts_that_are_one_tensor_as_in_transformers(architecture: str, tmp_p
 def test_dummy_weights_fill_packed_tensors_too(folder: Path) -> None:
     quantize(folder, SOME)
     first, second = (Driver(folder, load_format="dummy") for _ in range(2))
-    first.start(1), second.start(1)
-    logits = first.step([PROMPTS[2]])
-    assert torch.equal(logits, second.step([PROMPTS[2]]))
+    logits = first.logits(PROMPTS[2])
+    assert torch.equal(logits, second.logits(PROMPTS[2]))
     assert logits.isfinite().all()
 
 

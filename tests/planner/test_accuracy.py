@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from statistics import median
 
+import calibrate_planner as calibration
 import pytest
+from calibrate_planner import Row, error, fit, likely
 
 from headrace.planner.catalogue import catalogue
 from headrace.planner.chips import find_chip
@@ -20,13 +20,6 @@ from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, predict
 from headrace.planner.shapes import shape_of
 from tests.planner.planner_cases import deployment
-
-BENCH = str(Path(__file__).parents[2] / "bench")
-if BENCH not in sys.path:
-    sys.path.insert(0, BENCH)
-
-import calibrate_planner as calibration  # noqa: E402
-from calibrate_planner import Row, error, fit, likely  # noqa: E402
 
 
 def held(title: str, rows: Sequence[Row], errors: Sequence[float], median_bound: float, worst_bound: float) -> None:

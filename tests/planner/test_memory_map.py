@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_configs import VARIANTS, tiny_config
 
 from headrace.cache_groups import cache_layout

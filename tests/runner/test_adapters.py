@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_configs import save_tiny_model
 from torch import Tensor
 
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.errors import SomeRequestsError
 from headrace.request import RequestOutput
 from tests.lora import ALL, merge, save_adapter, scores
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_configs import save_tiny_model
 
 PROMPTS = [[5, 9, 33, 2, 71, 8, 8, 40, 12], [7, 60, 3], [9, 9, 1, 50, 22, 17], [100, 4, 44, 5, 9, 33, 2]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=0, logprobs=0, ignore_eos=True)

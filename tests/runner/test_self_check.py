@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_configs import save_tiny_model
 from torch import Tensor
 
 import headrace
@@ -34,9 +34,6 @@ from headrace.runner import worker as worker_module
 from headrace.runner.kernel_checks import KERNEL_CASES
 from headrace.runner.self_check import Check, SelfCheck, switches
 from headrace.runner.worker import Worker
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_configs import save_tiny_model
 
 DEMO = Path(headrace.__file__).parent / "demo_model"
 CPU = torch.device("cpu")

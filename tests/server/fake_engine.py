@@ -270,6 +270,16 @@ def events(response: httpx.Response) -> list[Any]:
     return found
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """What a stream said whose events have names: each says its own as its type."""
+    found = []
+    for part in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The OpenAI error object, its shape checked."""
     assert response.status_code == status, response.text

@@ -13,7 +13,7 @@ from headrace.errors import RequestError
 from headrace.server.body import convert
 from headrace.server.message_shapes import MessagesRequest
 from headrace.server.messages import CHANGES_EVERY_TIME, INVALID_JSON, chat_request
-from tests.server.fake_engine import MODEL, TEXT, FakeEngine, make_app, send
+from tests.server.fake_engine import MODEL, TEXT, FakeEngine, make_app, named_events, send
 from tests.server.test_auth import KEYS
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -31,16 +31,6 @@ def error(answer: httpx.Response, status: int) -> dict[str, str]:
     body = answer.json()
     assert (body["type"], sorted(body["error"])) == ("error", ["message", "type"])
     found: dict[str, str] = body["error"]
-    return found
-
-
-def stream_of(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
-    """Return the events of a stream by name."""
-    found = []
-    for part in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = part.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    assert all(name == event["type"] for name, event in found)
     return found
 
 
@@ -85,14 +75,15 @@ def test_a_whole_answer() -> None:
 def test_ends(fields: dict[str, Any], reason: str, sequence: str | None, text: str) -> None:
     whole = ask(**fields).json()
     assert (whole["stop_reason"], whole["stop_sequence"], whole["content"][0]["text"]) == (reason, sequence, text)
-    events = stream_of(ask(**fields, stream=True))
-    assert [name for name, _ in events[:2]] == ["message_start", "content_block_start"]
-    assert [name for name, _ in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
-    assert {name for name, _ in events[2:-3]} == {"content_block_delta"}
-    assert "".join(event["delta"]["text"] for _, event in events[2:-3]) == text
-    assert events[-2][1]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
-    assert events[-2][1]["usage"] == whole["usage"]
-    assert events[0][1]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    events = named_events(ask(**fields, stream=True))
+    names = [event["type"] for event in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert {*names[2:-3]} == {"content_block_delta"}
+    assert "".join(event["delta"]["text"] for event in events[2:-3]) == text
+    assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+    assert events[-2]["usage"] == whole["usage"]
+    assert events[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 
 def test_a_message_that_is_continued() -> None:
@@ -212,8 +203,8 @@ def test_errors_have_anthropic_s_shape() -> None:
 def test_an_error_within_a_stream_is_its_last_event() -> None:
     engine = FakeEngine()
     engine.fail_at = 2
-    name, event = stream_of(ask(make_app(engine), stream=True))[-1]
-    assert (name, event["error"]["type"]) == ("error", "overloaded_error")
+    event = named_events(ask(make_app(engine), stream=True))[-1]
+    assert (event["type"], event["error"]["type"]) == ("error", "overloaded_error")
 
 
 def test_keys_of_both_kinds() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -14,7 +14,7 @@ from headrace.server.protocol import ChatMessage
 from headrace.server.response_items import chat_request, conversation
 from headrace.server.response_shapes import ResponseObject, ResponsesRequest
 from headrace.server.response_store import ResponseStore
-from tests.server.fake_engine import MODEL, TEXT, FakeEngine, error_of, make_app, post, send
+from tests.server.fake_engine import MODEL, TEXT, FakeEngine, error_of, make_app, named_events, post, send
 from tests.server.test_auth import KEYS
 
 
@@ -29,12 +29,8 @@ def chat_of(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def stream_of(text: str) -> list[dict[str, Any]]:
-    found = []
-    for part in text.removesuffix("\n\n").split("\n\n"):
-        name, data = part.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+def stream_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    found = named_events(answer)
     assert [event["sequence_number"] for event in found] == [*range(len(found))]
     return found
 
@@ -56,7 +52,7 @@ def test_a_whole_answer() -> None:
 
 
 def test_the_order_of_events() -> None:
-    events = stream_of(ask(stream=True).text)
+    events = stream_of(ask(stream=True))
     names = [event["type"].removeprefix("response.") for event in events]
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == TEXT
@@ -71,7 +67,7 @@ def test_the_order_of_events() -> None:
 def test_an_error_within_a_stream_is_a_failed_response() -> None:
     engine = FakeEngine()
     engine.fail_at = 2
-    last = stream_of(ask(make_app(engine), stream=True).text)[-1]
+    last = stream_of(ask(make_app(engine), stream=True))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["message"].startswith("the engine is dead")
 
@@ -149,7 +145,7 @@ def test_logprobs_are_those_of_the_text() -> None:
     assert whole["top_logprobs"] == 2
     assert "".join(one["token"] for one in part["logprobs"]) == part["text"] == TEXT[:9]
     assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [2] * 9
-    events = stream_of(ask(**asked, stream=True).text)
+    events = stream_of(ask(**asked, stream=True))
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     for event in deltas:
         assert "".join(one["token"] for one in event["logprobs"]) == event["delta"]

@@ -5,8 +5,6 @@ Dots are added up here, since numpy leaves them to the machine's BLAS, which pic
 and by the processor: two tiles of one kernel would then differ in their last bits for no reason of the kernel's."""
 
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # a file named on the command lin
     raise pytest.UsageError(
         "tests/kernels/interpreted needs TRITON_INTERPRET=1 in the environment; without it Triton looks for a GPU"
     )
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))  # kernel_sweeps
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 plain = {name: getattr(Builder, name) for name in ("binary_op", "unary_op")}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import driver
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import driver
 from mxfp4_experts import to_mxfp4
 from tiny_configs import VARIANTS, save_tiny_model
 
