@@ -105,13 +105,27 @@ def seldom_right_rows(bench: Bench, batches: tuple[int, ...]) -> None:
         if batch in bench.model.loaded:
             times = 4
             use_drafts(core, None)
+            warm_up(core, batch)
             time_tokens(bench, f"drafts/{name}/plain/{batch}", batch, FORCED, times)
         for kind, length in (("fixed", None), ("adaptive", adapts(bench))):
             use_drafts(core, drafter, length)
+            if times > 1:
+                warm_up(core, batch)
             time_tokens(bench, f"drafts/{name}/{kind}/{batch}", batch, FORCED, times)
             if length is not None:
                 found = {key: (one.steps, round(one.ratio, 2)) for key, one in length._observed.items()}
                 print(f"by (guesses, bits of the requests), steps observed, and their seconds over predicted: {found}")
+
+
+def warm_up(core: Any, most: int) -> None:
+    """Capture decodes of up to `most` requests, as a server does while it is idle: some requests end before others
+    where guesses are right, and numbers of requests come up that did not before."""
+    settings = core._executor._worker.runner.graph_settings
+    if settings is not None:
+        sizes = [size for size in settings.decode_sizes if size <= most]
+        core._warmup_sizes.extend((size, size * length) for length in settings.decode_lens for size in sizes[::-1])
+        while core.warm_up():
+            pass
 
 
 def looked_up_rows(bench: Bench, name: str) -> None:

@@ -386,8 +386,8 @@ class EngineCore:
     def _watch_finished(self, step: _Inflight, counts: bool) -> None:
         if self._watch is not None and step.watched is not None:
             seconds, length = self._watch.finished(step.watched, counts), self.scheduler.draft_length
-            if counts and length is not None:
-                length.observe(step.plan, seconds)
+            if length is not None:
+                length.observe(step.plan, seconds, counts)
 
     def _log(self, result: RunnerOutput) -> None:
         for note in result.notes:

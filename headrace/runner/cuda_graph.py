@@ -54,6 +54,10 @@ class Shape(NamedTuple):
             return f"a lone prompt of {self.num_tokens} tokens"
         return f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
 
+    def decodes_with(self, drafts: int) -> bool:
+        """Tell whether it is a step of decodes that have so many drafts each."""
+        return self.decode and self.num_tokens == self.num_reqs * (1 + drafts)
+
     def __str__(self) -> str:
         return f"{self.kind} graph of {self.size}{' with adapters' if self.adapted else ''}"
 
@@ -338,6 +342,7 @@ class StepGraphs:
             return None
         if key not in self._seen:
             self._seen.add(key)
+            self.notes.lines.append(f"a {key} would serve a step, which is the first of its size and loads kernels")
             return None
         memory = self._device.memory
         before, message = memory.free(), ""

@@ -74,11 +74,11 @@ class Guesses:
 
     def make(self, step: SchedulerOutput, batch: Batch, shape: Shape | None) -> None:
         """Guess `step.num_guesses` tokens behind each row that sampled in a step, which ran from the graph of `shape`,
-        if any."""
+        if any. What follows decodes that verify other numbers of guesses is not captured: it comes up once a trial."""
         count, device = step.num_guesses if batch.num_samples else 0, batch.rows.device
         if not count and (self._kept is None or self._may_leave_out(step)):
             self._leave_out(np.array(step.rows)[np.array(step.samples)])
-        elif count and self._captures is not None and shape is not None and shape.decode:
+        elif count and self._captures is not None and shape is not None and shape.decodes_with(count):
             self._graphs_of(count).run(shape._replace(kind=DRAFTING), batch)
         else:
             sampled = None if batch.decode_only else to_device(np.flatnonzero(step.samples), device)

@@ -35,10 +35,10 @@ PROBE_EVERY = 64
 PROBE_MEMORY = 16.0
 """Guesses that all of what was verified before counts for, when a trial begins after steps without guesses."""
 PROBE_SHARE = 0.005
-"""Share of all time that may be lost by trials."""
-SKIPPED, WEIGHT = 2, 0.125
-"""Observed times of a length that are not counted, since kernels load and graphs are captured, and the weight of each
-later one."""
+"""Share of all time that may be lost by trials, where guesses would pay if as many as usual were right; else less."""
+SKIPPED, WEIGHT, TRIAL_WEIGHT = 1, 0.125, 0.25
+"""Observed times of a length that are not counted, since kernels load, and the least weight of later ones while it runs
+or is tried."""
 SETTLED, PACE_WEIGHT = 32, 0.5
 """Observed times of a length that runs after which a change of them is taken for one of the machine, which other
 lengths would show too, and the weight of each."""
@@ -55,12 +55,11 @@ class _Observed:
     steps: int = 0
     ratio: float = 1.0
 
-    def add(self, ratio: float) -> None:
+    def add(self, ratio: float, most: float, weight: float) -> None:
+        """Take in one of a step, with at least that weight; what is beyond `most` met something else."""
         self.steps += 1
-        if self.steps == SKIPPED + 1:
-            self.ratio = ratio
-        elif self.steps > SKIPPED:  # one that took much longer met something else
-            self.ratio += WEIGHT * (min(ratio, 2 * self.ratio) - self.ratio)
+        if self.steps > SKIPPED:
+            self.ratio += max(weight, 1 / (self.steps - SKIPPED)) * (min(ratio, most) - self.ratio)
 
 
 class DraftLength:
@@ -76,6 +75,7 @@ class DraftLength:
         self._right, self._tried = [0.0] * self.lengths[-1], [0.0] * self.lengths[-1]
         """by place among a step's guesses: those that were right, and those whose predecessors all were"""
         self._rates = [ASSUMED] * self.lengths[-1]
+        self._usual = _sums(self._rates)
         self._observed: dict[tuple[int, int], _Observed] = {}
         """(length, bits of the number of requests) -> how predictions compare"""
         self._pace = 1.0
@@ -89,7 +89,11 @@ class DraftLength:
         self._since_trial = 0
         self._tried_last = 0
         self._allowance = math.inf
-        """seconds that a trial may lose; the first one may lose any"""
+        """seconds that a trial may lose, less what earlier ones have lost; the first one may lose any"""
+        self._token_seconds = 0.0
+        """that a token of each request takes with the current length"""
+        self._uncharged = 0
+        """steps of the last trial of whose seconds the allowance does not know"""
 
     def choose(self, requests: Sequence[Request]) -> int:
         """Return how many tokens to guess behind each of `requests`, those of a step that will go on."""
@@ -120,7 +124,7 @@ class DraftLength:
         return True
 
     def _choose(self, requests: Sequence[Request]) -> None:
-        count, steps = len(requests), self._since_choice
+        count, steps, same = len(requests), self._since_choice, len(requests) == self._count
         self._count, self._since_choice = count, 0
         context = sum(request.num_computed_tokens for request in requests) / count
         tokens, known = self._expected_tokens(requests)
@@ -129,20 +133,31 @@ class DraftLength:
         best = max(values, key=lambda length: values[length])
         if values[best] > values[self.current] * (1 + MARGIN / math.sqrt(known)):
             self.current = best
+        self._token_seconds = 1 / values[self.current]
         if self._trial is not None:
             return
         self._since_trial += steps
-        self._allowance += PROBE_SHARE * steps * seconds[self.current]
-        other = self._next_trial()
+        usual = {length: count * (1 + self._usual[length]) for length in self.lengths}
+        others = [length for length in self.lengths if length != self.current]
+        promise = max(max(tokens[one], usual[one]) / seconds[one] for one in others) * self._token_seconds
+        self._allowance += PROBE_SHARE * min(1.0, promise) ** 4 * steps * seconds[self.current]
+        if same and self._since_trial >= PROBE_EVERY:  # where prompts begin, a step's time tells little
+            self._begin_trial(requests, context, seconds)
+
+    def _begin_trial(self, requests: Sequence[Request], context: float, seconds: dict[int, float]) -> None:
+        """Begin to try another length, if the allowance is enough. `seconds`: what a step of each length takes."""
+        count, other = len(requests), self._next_trial()
         lag = 0 if self.current or not other else self._idle
         probe_steps = 1 + -(-PROBE_GUESSES // count)
-        lost = probe_steps * (seconds[other] - count / values[self.current])
+        lost = probe_steps * (seconds[other] - count * self._token_seconds)
         lost += self.seconds(count, context, other, lag) - seconds[other]
-        if self._since_trial >= PROBE_EVERY and self._allowance >= lost:
-            self._trial, self._trial_left, self._tried_last = other, probe_steps, other
-            self._since_trial, self._allowance = 0, 0.0
-            if not self.current:
-                self._forget(requests)
+        if self._allowance < lost:
+            return
+        self._trial, self._trial_left, self._tried_last = other, probe_steps, other
+        self._since_trial, self._uncharged = 0, probe_steps + 1
+        self._allowance = min(self._allowance, max(0.0, lost))
+        if not self.current:
+            self._forget(requests)
 
     def _forget(self, requests: Sequence[Request]) -> None:
         """Let what was verified before count for little, so that a trial shows what holds now."""
@@ -158,16 +173,18 @@ class DraftLength:
         return next((length for length in others if length > self._tried_last), others[0])
 
     def seconds(self, count: int, context: float, length: int, lag: int = 0) -> float:
-        """Return what a step costs: as predicted, corrected by what was observed of such steps, or else of others with
-        as many requests, or of the length."""
-        bits = count.bit_length()
+        """Return what a step costs: as predicted, corrected by what was observed."""
+        return self._ratio(length, count.bit_length()) * self._costs(count, context, length, lag)
+
+    def _ratio(self, length: int, bits: int) -> float:
+        """Return how predictions compare: of such steps, or else of others with as many requests, or of the length."""
         known = {key: one.ratio for key, one in self._observed.items() if one.steps > SKIPPED}
         ratio = known.get((length, bits))
         if ratio is None:
             alike = [value for (_, other), value in known.items() if other == bits]
             alike = alike or [value for (other, _), value in known.items() if other == length]
             ratio = sum(alike) / len(alike) if alike else 1.0
-        return ratio * self._costs(count, context, length, lag)
+        return ratio
 
     def _expected_tokens(self, requests: Sequence[Request]) -> tuple[dict[int, float], float]:
         """Return the tokens that a step of each length is expected to give, and how many guesses this is known by."""
@@ -208,21 +225,27 @@ class DraftLength:
                 request.guesses_right /= 2
                 request.guesses_expected /= 2
 
-    def observe(self, step: SchedulerOutput, seconds: float) -> None:
-        """Take in the seconds of a step. It tells something if it is one of decodes that all verify as many guesses as
-        are made behind them."""
+    def observe(self, step: SchedulerOutput, seconds: float, counts: bool = True) -> None:
+        """Take in the seconds of a step of decodes. It tells what a length costs if all verify as many guesses as are
+        made behind them; else a trial begins or ends, which is charged with what it has lost. `counts`: False if the
+        step did more than compute, such as capture a graph: its time tells nothing of others, but is lost."""
         count, length = len(step.rows), step.num_guesses
-        if step.new_rows or not all(step.samples) or step.num_scheduled_tokens != [1 + length] * count:
+        drafts = step.num_drafts[0] if step.num_drafts else 0
+        if step.new_rows or not all(step.samples) or step.num_scheduled_tokens != [1 + drafts] * count:
             return
-        if length and step.num_drafts != [length] * count:
+        if self._uncharged and self._tried_last != self.current and self._tried_last in (drafts, length):
+            self._uncharged -= 1
+            self._allowance -= max(0.0, seconds / self._pace - count * self._token_seconds)
+        if drafts != length or not counts:
             return
         context = sum(step.num_computed_tokens) / count
-        key = length, count.bit_length()
-        one, ratio = self._observed.setdefault(key, _Observed()), seconds / self._costs(count, context, length, 0)
+        ratio, bits = seconds / self._costs(count, context, length, 0), count.bit_length()
+        believed, one = self._ratio(length, bits), self._observed.setdefault((length, bits), _Observed())
+        most = 2 * believed if any(other.steps > SKIPPED for other in self._observed.values()) else math.inf
         if length == self.current and one.steps > SETTLED:
-            self._pace += PACE_WEIGHT * (min(ratio / one.ratio, 2 * self._pace) - self._pace)
+            self._pace += PACE_WEIGHT * (min(ratio / believed, 2 * self._pace) - self._pace)
         else:
-            one.add(ratio / self._pace)
+            one.add(ratio / self._pace, most, WEIGHT if length == self.current else TRIAL_WEIGHT)
 
 
 def _sums(rates: Sequence[float]) -> list[float]:

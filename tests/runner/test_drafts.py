@@ -199,6 +199,8 @@ def watched_guesses(kind: str, mode: str, answers: Answers, compiler: GrammarCom
 
     runner.guesses.make = watched  # type: ignore[method-assign]
     check(serve(core), answers)
+    captured = runner.guesses._graphs.items()
+    assert all(shape.decodes_with(count) for count, graphs in captured for shape in shapes_of(graphs))
     return found
 
 

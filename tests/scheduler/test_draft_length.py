@@ -64,12 +64,12 @@ class Run:
 
 def simulate(
     batch: int, num_steps: int, accepts: Callable[[int], float], believed: Costs = COSTS, ends_after: int = 1 << 19,
-    slowed: Callable[[int], float] = lambda number: 1.0,
+    slowed: Callable[[int], float] = lambda number: 1.0, stalls: float = 0.0,
 ) -> Run:  # fmt: skip
     """Run `batch` requests at once for so many steps, two of which are under way at a time. Each guess of a step is
     right with the chance accepts(number of the step), if the one before it was. `believed`: the costs that are
-    predicted; what is observed is what COSTS say, times slowed(number of the step). A request has `ends_after` tokens,
-    and another takes its place."""
+    predicted; what is observed is what COSTS say, times slowed(number of the step). A step with guesses `stalls` for so
+    many seconds besides. A request has `ends_after` tokens, and another takes its place."""
     chooser = DraftLength(LENGTHS, believed)
     limits = SchedulerConfig(
         batch, 8192, 1 << 20, same_layout(1 << 16), 17 * batch, num_drafts=LENGTHS[-1], look_ahead=False
@@ -91,7 +91,8 @@ def simulate(
         if step.num_guesses and lag:
             seconds += COSTS(count, context, 1, lag) - COSTS(count, context, 1)
         lag, slow = 0 if step.num_guesses else lag + 1, slowed(number)
-        seconds *= slow
+        stalled = stalls if verified or step.num_guesses else 0.0
+        seconds = slow * seconds + stalled
         counts = []
         for drafts, samples in zip(step.num_drafts or [0] * count, step.samples, strict=True):
             right = 0
@@ -100,7 +101,7 @@ def simulate(
             counts.append(samples * (1 + right))
         num_sampled = counts if step.num_drafts else []
         scheduler.update(step, RunnerOutput(step.step, [FILLER] * sum(counts), num_sampled=num_sampled))
-        chooser.observe(step, seconds * rng.uniform(0.97, 1.05))
+        chooser.observe(step, seconds * rng.uniform(0.97, 1.05), counts=not stalled)
         run.seconds += seconds
         run.lengths.append(step.num_guesses)
         run.steps.append(seconds / (slow * COSTS(count, context, 0)))
@@ -164,6 +165,12 @@ def test_costs_that_are_predicted_wrong_are_put_right_by_what_is_observed(wrong:
         run = simulate(batch, steps, lambda _: 0.5, believed)
         assert run.gain(0) > 0.98
         assert run.best > 0.95
+
+
+def test_trials_are_the_rarer_the_more_they_turn_out_to_cost() -> None:
+    """Each of their steps captures a graph: what the first has lost is not made up for in so short a time."""
+    assert simulate(1, 1500, lambda _: 0.0).changes > 6
+    assert simulate(1, 1500, lambda _: 0.0, stalls=0.03).changes <= 4
 
 
 def test_a_machine_that_is_slow_for_a_while_is_taken_for_no_cost_of_guessing() -> None:
