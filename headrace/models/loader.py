@@ -10,7 +10,7 @@ import importlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from headrace.models.checkpoint import (
 from headrace.models.filling import NOT_NEEDED, fill_from_checkpoint, fill_with_dummies, match_checkpoint, named
 from headrace.models.fusion import fuse
 from headrace.models.heads import DraftHead
+from headrace.models.names import text_name
 from headrace.models.registry import LLAMA
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
 from headrace.models.served import describe, resolve
@@ -153,7 +154,8 @@ def _loaded(
             _read_as_stored(folder, layers, headers)
         tensors_of = _headers(layers, headers)
         in_files = linears_in_files(folder, tensors_of) if config.quantization and load_format != "dummy" else None
-        model.notes = attach_schemes(config, layers, context, quantization, in_files)
+        names = (describe(config) if head is None else head).names
+        model.notes = attach_schemes(config, layers, context, quantization, in_files, names)
         slots = slots_of(layers, torch.device("meta"))  # so that errors come before large memory is taken
         if load_format == "dummy":
             slots = slots_of(layers, context.device)
@@ -289,11 +291,14 @@ def attach_schemes(
     context: LayerContext,
     quantization: str | None,
     in_files: LinearsInFiles | None = None,
+    names: Sequence[tuple[str, str]] = (),
 ) -> list[str]:
     """Give every linear and every layer of experts the scheme of its format; those that the scheme refuses stay
     unquantized. What the files hold counts more than what config.json says. Return lines for the log, one for each
-    format, which also name what is unquantized."""
-    schemes = Schemes(resolve_format(config, quantization), in_files)
+    format, which also name what is unquantized. `names`: ModelSpec's."""
+    held = resolve_format(config, quantization)
+    held = held.called(lambda name: text_name(f"{name}.", config, names).removesuffix("."))
+    schemes = Schemes(held, in_files)
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()
     for path, layer in layers:
@@ -314,14 +319,14 @@ def attach_schemes(
     for scheme, ones in served.items():
         linears = [layer.spec for layer in ones if isinstance(layer, Linear) and layer.applied]
         scheme.product.prepare(linears, context.device, context.kernels)
-    names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
+    plain = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
     lines = []
     for scheme, ones in served.items():
         if scheme is not schemes.unquantized:
             sparse = sum(isinstance(layer, SparseMoE) for layer in ones)
             experts = f" and the experts of {sparse} layers" if sparse else ""
             lines.append(f"Quantization {scheme.format.name}: {len(ones) - sparse} linears{experts}.")
-    return lines and [*lines[:-1], f"{lines[-1]} Unquantized: {names}."]
+    return lines and [*lines[:-1], f"{lines[-1]} Unquantized: {plain}."]
 
 
 def weight_bytes(layer: Layer) -> int:

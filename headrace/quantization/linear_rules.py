@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -43,6 +43,12 @@ class CheckpointFormat:
         names are those of our fused linear that it is a part of, which some tools list."""
         found = min(self._places(names), default=None)
         return self.default if found is None else self.rules[found][1]
+
+    def called(self, name_here: Callable[[str], str]) -> CheckpointFormat:
+        """Return the same for a model that calls linears by other names than the checkpoint. Regular expressions stay
+        as they are."""
+        rules = ((name if name.startswith("re:") else name_here(name), found) for name, found in self.rules)
+        return replace(self, rules=tuple(rules))
 
     @cached_property
     def formats(self) -> tuple[LinearFormat, ...]:

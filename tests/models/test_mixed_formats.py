@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver
+from driver import Driver, make_context
 from mixed_format import quantize
 from safetensors.torch import load_file, save_file
-from tiny_configs import save_tiny_model
+from tiny_configs import VARIANTS, save_tiny_model, tiny_config
 
 from headrace.errors import CheckpointError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
+from headrace.model_config import ModelConfig
+from headrace.models import loader
+from headrace.models.served import describe
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
 LAYERS = (Linear, SparseMoE)
@@ -65,6 +68,25 @@ def test_parts_of_one_linear_may_be_in_several_formats(architecture: str, tmp_pa
         assert widened == ["1 layers of experts are widened at load: gate and up are in different formats"]
     assert mixed.model.weight_bytes < plain.model.weight_bytes
     assert mixed.greedy(PROMPTS, 12) == plain.greedy(PROMPTS, 12)
+
+
+@pytest.mark.parametrize("front", ["model.language_model.", "language_model.model."])
+def test_formats_are_stated_under_names_of_files(front: str) -> None:
+    """Of a model of more than text, whose experts have another name here."""
+    architecture, attention, experts = "Gemma4ForConditionalGeneration", "layers.0.self_attn", "layers.0.experts"
+    config = tiny_config(architecture, VARIANTS[architecture]["experts"]).to_dict()
+    named = {f"{front}{attention}.{part}_proj": "FP8" for part in "qkvo"}
+    named |= {f"{front}{experts}.{n}.{part}_proj": "NVFP4" for n in range(7) for part in ("gate", "up", "down")}
+    stated = {name: {"quant_algo": algorithm} for name, algorithm in named.items()}
+    config["quantization_config"] = {"quant_method": "modelopt", "quantized_layers": stated}
+    served = ModelConfig.from_dict({**config, "architectures": [architecture]})
+    context = make_context(served)
+    model = loader.build_model(served, context)
+    layers = [(path, one) for path, one in model.named_modules() if isinstance(one, LAYERS)]
+    loader.attach_schemes(served, layers, context, None, names=describe(served).names)
+    held = {path: one.scheme.format.name for path, one in layers if one.scheme.format.name != "bf16"}
+    linears = dict.fromkeys((f"model.{attention}.qkv_proj", f"model.{attention}.o_proj"), "fp8")
+    assert held == {**linears, "model.layers.0.moe": "nvfp4"}
 
 
 def test_a_linear_that_the_files_hold_unquantized_is_so_whatever_config_says(folder: Path, tmp_path: Path) -> None:
