@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from torch import Tensor
 
 from headrace.attention.batch import Batch
 from headrace.graph_sizes import GraphSettings
@@ -14,6 +15,9 @@ from headrace.sampling.transfer import to_device
 from headrace.spec_decode.drafter import Drafter, Tables, shortened
 from headrace.speculation import KEPT_TOKENS
 from headrace.step import SchedulerOutput
+
+MANY = 64
+"""Requests at once among which guessing seldom pays, so that what heads would read for later guesses is not worth it"""
 
 
 class Guesses:
@@ -45,25 +49,29 @@ class Guesses:
     def catch_up(self, step: SchedulerOutput) -> None:
         """Let the drafter take in what it has left out, before `step` changes rows and blocks: a draft model where the
         step asks for guesses. One that reads hidden states does it unless this step is left out too and frees no row:
-        so there is room for them, and blocks that others find in the prefix cache are whole."""
-        lags, hidden = self._lags, None
+        so there is room for them, and blocks that others find in the prefix cache are whole. Behind MANY rows it takes
+        in the newest alone, where the step asks for guesses: the others stay holes in its cache."""
+        lags, reads = self._lags, self._kept is not None
         lags[-1] = 0  # that row is no request's
-        if self._kept is None:
+        if not reads:
             lags[step.freed_rows] = 0
-            due = step.num_guesses > 0
-        else:
-            due = bool(step.freed_rows) or not self._may_leave_out(step)
+        due = step.num_guesses > 0 or (reads and (bool(step.freed_rows) or not self._may_leave_out(step)))
         rows = np.flatnonzero(lags) if due else lags[:0]
         if not len(rows):
             return
-        if self._kept is not None:
-            places = np.concatenate(self._rows_kept).argsort(kind="stable")[: lags.sum()]  # the last row's go last
-            hidden = self._kept.index_select(0, to_device(places, self._kept.device))
-        self._write_lengths()
-        self._longest.catch_up(self._tables, rows, lags[rows], hidden)
+        if step.num_guesses or len(rows) < MANY:
+            self._write_lengths()
+            self._longest.catch_up(self._tables, rows, lags[rows], self._hidden())
         lags[rows] = 0
         self._rows_kept.clear()
         self._num_kept = 0
+
+    def _hidden(self) -> Tensor | None:
+        """Return the hidden states that are kept, row by row; None: the drafter reads none."""
+        if self._kept is None:
+            return None
+        places = np.concatenate(self._rows_kept).argsort(kind="stable")[: self._lags.sum()]  # the last row's go last
+        return self._kept.index_select(0, to_device(places, self._kept.device))
 
     def _may_leave_out(self, step: SchedulerOutput) -> bool:
         """Tell whether a step may be left out of what reads hidden states: one of decodes without drafts."""

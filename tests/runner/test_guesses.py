@@ -43,11 +43,15 @@ class Reader:
         self.take(tables.hidden[: batch.num_tokens])
 
 
-@pytest.mark.parametrize(("kept", "most_lag"), [(11, 1000), (200, 3), (200, 0)])
+@pytest.mark.parametrize(
+    ("kept", "most_lag", "many"), [(11, 1000, ROWS + 1), (200, 3, ROWS + 1), (200, 0, ROWS + 1), (11, 1000, 3)]
+)
 def test_each_hidden_state_is_taken_in_once_and_in_time(
-    kept: int, most_lag: int, monkeypatch: pytest.MonkeyPatch
+    kept: int, most_lag: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or, of `many` rows, those are dropped which would be taken in before guesses are asked for."""
     monkeypatch.setattr(guesses, "KEPT_TOKENS", kept)
+    monkeypatch.setattr(guesses, "MANY", many)
     rng, reader = random.Random(1), Reader(most_lag)
     tables: Any = SimpleNamespace(token_table=torch.zeros(ROWS + 1, 4), hidden=torch.zeros(64, 1))
     drafting, lengths, left_out = Guesses(reader, tables, lambda: None), [0] * ROWS, 0  # type: ignore[arg-type]
@@ -58,10 +62,13 @@ def test_each_hidden_state_is_taken_in_once_and_in_time(
         counts = [rng.randint(1, 4) if whole else 1 for _ in rows]
         asked = GUESSES if number % 40 > 30 else 0
         step = SchedulerOutput(number, [], freed, [], rows, [], counts, [True] * len(rows), num_guesses=asked)
+        lagging, taken_in = int((drafting._lags > 0).sum()), len(reader.sizes)
         drafting.catch_up(step)
+        assert asked or lagging < many or len(reader.sizes) == taken_in
         for row in range(ROWS):
             if asked or row in freed:
-                assert reader.taken[row] == list(range(lengths[row]))
+                taken = reader.taken[row]
+                assert taken == (list(range(lengths[row])) if many > ROWS else sorted({*taken}))
             if row in freed:
                 reader.taken[row], lengths[row] = [], 0
         states = [
