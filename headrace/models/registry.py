@@ -245,8 +245,8 @@ DESCRIBED = {entry.architecture: entry for entry in MODELS}
 ON_TOP = (CLASSIFIER, "ForMaskedLM")
 """How architectures of encoders with a head end"""
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
-OWN_NAMES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
-"""Architectures as published files name them, after code of their own -> as transformers does"""
+OWN_NAMES = {"PhiMoEForCausalLM": "PhimoeForCausalLM", "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+"""Architectures as published files name them, after code older than transformers' -> as transformers does"""
 PLUGINS = "headrace.models"
 """Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.feed_forwards import Experts
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import ModelConfig
-from headrace.models.registry import MODELS
+from headrace.models.registry import DESCRIBED, MODELS, OWN_NAMES, find_entry
 from headrace.models.ropes import ROPE_FIELDS
 from headrace.models.served import attention_specs, describe, read_served_config, resolve
 
@@ -293,6 +294,11 @@ def test_an_installed_package_may_bring_a_family(tmp_path: Path, monkeypatch: py
         resolve(config(architectures=["Lost"]))
     with pytest.raises(UnsupportedModelError, match=r"'Unknown' is not served yet; nearest is .*; served"):
         resolve(config(architectures=["Unknown"]))
+
+
+def test_files_may_name_an_architecture_as_its_own_code_does() -> None:
+    for own, theirs in OWN_NAMES.items():
+        assert find_entry(own) == replace(DESCRIBED[theirs], architecture=own)
 
 
 def test_rope_types_have_formulas_and_entries_have_classes() -> None:
