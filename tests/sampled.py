@@ -39,6 +39,15 @@ def sampled(names: Sequence[str], *axes: Collection[Any], say: Callable[[Any], s
     return pytest.mark.parametrize(names, cases(*axes, say=say))
 
 
+def some_of(values: Collection[Any], count: int, say: Callable[[Any], str] = str) -> list[Any]:
+    """All values, of which so many run, others each time. The rest are slow."""
+    chosen = RNG.sample(range(len(values)), min(count, len(values)))
+    return [
+        pytest.param(value, id=say(value), marks=() if place in chosen else pytest.mark.slow)
+        for place, value in enumerate(values)
+    ]
+
+
 def slow_but_for_a_sample(items: Sequence[pytest.Function]) -> None:
     """Have so many cases of each test run that every value of its parameters and of its fixtures' comes up, as
     `sampled` does of a test's own. The others are slow."""

@@ -6,20 +6,19 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.clients.tasks import TOOLS, Task
+from tests.published import tokenizer_folder
 from tests.scripted.engine import Scripted, ScriptedServers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.server.fake_engine import events
 from tests.server.test_chat_parsing import put_together
 from tests.speed import PATIENCE
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
 IDS = {"kimi-k2": r"functions\.\w+:\d+", "mistral": r"[A-Za-z0-9]{9}"}
 """How ids of tool calls look where the family has a way of its own."""
 
@@ -98,10 +97,7 @@ def test_an_agent_by_hand(http: httpx.Client, scripted: Scripted, task: Task, st
 def test_with_a_real_tokenizer_and_template(
     http: httpx.Client, servers: ScriptedServers, name: str, stream: bool
 ) -> None:
-    folder = SHARED / name
-    if not folder.is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
-    scripted = servers(dataclasses.replace(FAMILIES[name], real=folder))
+    scripted = servers(dataclasses.replace(FAMILIES[name], real=tokenizer_folder(name)))
     task = Task.fresh(scripted.family)
     scripted.play(*task.turns())
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]

@@ -2,7 +2,6 @@
 
 import random
 import time
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -13,9 +12,10 @@ from headrace.engine.detokenizer import Detokenizer, StopMatcher, text_stream
 from headrace.engine.tokenizer import Tokenizer
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, byte_tokenizer
+from tests.published import tokenizer_folder
+from tests.sampled import some_of
 from tests.speed import PATIENCE
 
-SHARED = Path(__file__).parents[2].parent / "shared"
 TEXTS = ["Hello, world!", " a  b", "naïve 日本語 🙂👩‍👩‍👧 done", "🙂", "\n\tx", "ends in half: é"]
 
 
@@ -113,12 +113,9 @@ def test_any_bytes_decode_as_the_tokenizer_does(ids: list[int], skip: bool) -> N
     assert text == BYTES.decode(ids, skip)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-v3", "phi3-mini", "gpt-oss"])
+@pytest.mark.parametrize("name", some_of(["qwen3", "mistral-v3", "phi3-mini", "gpt-oss"], 2))
 def test_random_ids_of_real_tokenizers(name: str) -> None:
-    folder = SHARED / "data" / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
-    tokenizer, choose = Tokenizer.from_folder(folder), random.Random(0)
+    tokenizer, choose = Tokenizer.from_folder(tokenizer_folder(name)), random.Random(0)
     single_bytes = {i for i in range(tokenizer.vocab_size) if (piece := tokenizer.pieces.get(i)) and piece.is_byte}
     for _ in range(200):
         ids = [choose.randrange(tokenizer.vocab_size + 3) for _ in range(12)]

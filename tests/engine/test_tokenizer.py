@@ -11,16 +11,10 @@ import tokenizers
 from headrace.engine.hf_tokenizer import HFTokenizer
 from headrace.engine.tokenizer import NAMED_TOKENS, Tokenizer
 from headrace.errors import ConfigError, RequestError, TokenizerError
-from headrace.hub import DEMO_FOLDER
 from tests.engine.fakes import byte_tokenizer, model_folder
+from tests.published import each_tokenizer
 from tests.speed import PATIENCE
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-FOLDERS = [
-    DEMO_FOLDER,
-    *sorted((SHARED / "data" / "tokenizers").glob("*/")),
-    *sorted((SHARED / "models").glob("stories260K/")),
-]
 TEXTS = [
     "",
     "a",
@@ -124,9 +118,8 @@ def assert_methods_like_transformers(ours: HFTokenizer, theirs: Any) -> None:
                 assert ours.apply_chat_template(messages, **options) == theirs.apply_chat_template(messages, **options)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@each_tokenizer
 def test_real_tokenizers_equal_transformers(folder: Path) -> None:
-    """The demo model's, and those of ../shared/data/tokenizers, where that folder is beside the repository."""
     assert_like_transformers(folder)
 
 

@@ -8,24 +8,16 @@ from pathlib import Path
 import pytest
 
 from headrace.environment import child_environment
-from tests.sampled import RNG
+from tests.sampled import some_of
 
 ROOT = Path(__file__).parents[2]
-AMD = ("gfx942", "gfx950")
-TARGETS = ("sm_90", RNG.choice(AMD))
-"""Those of `make test`: of AMD's, which take turns at what they compile, another each time. To compile what has never
-been compiled takes minutes."""
+TARGETS = ["sm_90", *some_of(["gfx942", "gfx950"], 1)]
+"""AMD's take turns at what they compile. What was never compiled before takes minutes."""
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("target", "extent"),
-    [
-        pytest.param(target, extent, marks=() if extent == "sample" and target in TARGETS else pytest.mark.slow)
-        for extent in ("sample", "sweep")
-        for target in ("sm_90", *AMD)
-    ],
-)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("extent", ["sample", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_kernels_compile_without_spilling(target, extent):
     pytest.importorskip("triton", reason="compiling needs Triton; the references are tested without it")
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_kernels", target, extent]

@@ -10,8 +10,8 @@ import pytest
 from headrace.parsers import families
 from headrace.parsers.families import choose
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
+from tests.published import tokenizer_folder
 
-TOKENIZERS = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
 HERMES = 'Return a json object:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 DEEPSEEK = "<｜tool▁calls▁begin｜>"
 THINK = "{% if '</think>' in content %}{% endif %}"
@@ -58,15 +58,13 @@ def test_every_choice_is_in_the_tables() -> None:
 
 
 def test_the_templates_of_real_models() -> None:
-    if not TOKENIZERS.is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
-    qwen = json.loads((TOKENIZERS / "qwen3" / "tokenizer_config.json").read_text())["chat_template"]
+    qwen = json.loads((tokenizer_folder("qwen3") / "tokenizer_config.json").read_text())["chat_template"]
     assert choose("qwen3", qwen) == ("hermes", "qwen3")
-    assert choose("gpt_oss", (TOKENIZERS / "gpt-oss" / "chat_template.jinja").read_text()) == (
+    assert choose("gpt_oss", (tokenizer_folder("gpt-oss") / "chat_template.jinja").read_text()) == (
         "openai",
         "openai_gptoss",
     )
-    phi = json.loads((TOKENIZERS / "phi3-mini" / "tokenizer_config.json").read_text())["chat_template"]
+    phi = json.loads((tokenizer_folder("phi3-mini") / "tokenizer_config.json").read_text())["chat_template"]
     assert choose("phi3", phi) == (None, None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from headrace.parsers.events import Arguments, CallStart, Content, Reasoning
 from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from tests.parsers.reading import answer, called, read
+from tests.published import tokenizer_folder
 
-GPT_OSS = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers" / "gpt-oss"
 HARMONY = TOOL_FORMATS["openai"]
 
 
@@ -183,11 +182,10 @@ def test_what_the_template_renders_is_read_back() -> None:
 
     What the template writes for an assistant's turn, less the end of the prompt before it, is what the model wrote.
     """
-    if not GPT_OSS.is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers/gpt-oss beside the repository")
+    folder = tokenizer_folder("gpt-oss")
     environment = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(strftime_now=lambda form: "2026-01-01", raise_exception=ValueError)
-    template = environment.from_string((GPT_OSS / "chat_template.jinja").read_text())
+    template = environment.from_string((folder / "chat_template.jinja").read_text())
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     tool = {"name": "get_weather", "arguments": {"city": "Paris"}}
     turns = {

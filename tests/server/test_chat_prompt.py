@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.engine.tokenizer import Tokenizer
 from headrace.server.fields import IGNORED_HEADER
+from tests.published import tokenizer_folder
+from tests.sampled import some_of
 from tests.server.fake_engine import FakeEngine, chat, error_of, make_app, make_tokenizer, post
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
 WORDS = ["city", "Zürich", "日本", "🙂", 'a "quote"', "<b>&amp;</b>", "back\\slash", "it's", "\n", "\u2028", "1.0", ""]
 
 
@@ -78,11 +78,9 @@ def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], **fields: Any
     return tokenizer.decode(answer.json()["tokens"], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "minimind", "gpt-oss", "phi3-mini"])
+@pytest.mark.parametrize("name", some_of(["qwen3", "minimind", "gpt-oss", "phi3-mini"], 2))
 def test_real_templates_with_tools_equal_transformers(name: str) -> None:
-    folder = SHARED / name
-    if not folder.is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
+    folder = tokenizer_folder(name)
     transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for seed in range(6):

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -22,10 +21,10 @@ from headrace.parsers.tools import FunctionTool
 from headrace.parsers.written import WRITTEN, Literals, Markup, Maybe, Tagged, Written
 from headrace.structured_outputs.call_grammar import calls_grammar
 from headrace.structured_outputs.vocabulary import marks, vocabulary
+from tests.published import SHARED, tokenizer_folder
 from tests.speed import PATIENCE
 from tests.structured_outputs.walks import Vocabulary, fits, of_bytes, random_tools, walk
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 FORMATS = sorted({format.name for format in TOOL_FORMATS.values()})
 WEATHER = FunctionTool(
     "get_weather",
@@ -360,9 +359,7 @@ def test_a_schema_that_refers_to_itself() -> None:
     ("name", "folder"), [("qwen3_coder", "qwen3"), ("hermes", "minimind"), ("mistral", "mistral-v3")]
 )
 def test_with_the_tokens_of_a_model(name: str, folder: str) -> None:
-    if not (SHARED / "tokenizers").is_dir():
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
-    tokenizer = Tokenizer.from_folder(SHARED / "tokenizers" / folder)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder(folder))
     tokens = vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
     words, format, seed = Vocabulary(tokens, marks(tokenizer)), TOOL_FORMATS[name], random.randrange(10**9)
     for place in range(2):
@@ -407,7 +404,7 @@ STEERED = {
 
 
 def test_documented_calls_are_taken() -> None:
-    path = SHARED / "parser-texts" / "tool_calls.jsonl"
+    path = SHARED / "data" / "parser-texts" / "tool_calls.jsonl"
     if not path.is_file():
         pytest.skip("no folder ../shared/data/parser-texts beside the repository")
     refused = []

@@ -14,16 +14,8 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError
 from headrace.hub import DEMO_FOLDER
 from headrace.structured_outputs.vocabulary import marks, vocabulary
-from tests.sampled import RNG
+from tests.published import each_tokenizer
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-FOLDERS = [
-    DEMO_FOLDER,
-    *sorted((SHARED / "data" / "tokenizers").glob("*/")),
-    *sorted((SHARED / "models").glob("stories260K/")),
-]
-CHOSEN = [DEMO_FOLDER, *RNG.sample(FOLDERS[1:], min(2, len(FOLDERS) - 1))]
-"""Those of `make test`; others each time, as they take seconds each"""
 PIECE = 16
 """Tokens whose bytes are compared together"""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -37,10 +29,7 @@ def allowed(tokens: LLTokenizer, grammar: str) -> set[int]:
     return {token_id for token_id in range(tokens.vocab_size) if mask[token_id // 8] >> token_id % 8 & 1}
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [pytest.param(one, id=one.name, marks=() if one in CHOSEN else pytest.mark.slow) for one in FOLDERS],
-)
+@each_tokenizer
 def test_bytes_equal_those_of_llguidances_own_reader(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     eos = [tokenizer.eos_token_id or 0]

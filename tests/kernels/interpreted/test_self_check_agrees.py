@@ -34,7 +34,7 @@ from headrace.runner import latent_checks, layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.self_check import SelfCheck, with_switches
-from tests.sampled import RNG, sampled
+from tests.sampled import sampled, some_of
 
 CPU = torch.device("cpu")
 QWEN3 = {
@@ -82,11 +82,7 @@ SPARSE = {
 FEW_DECODES = (1, 4, 16)
 """Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
 CACHES = ("auto", "fp8_e4m3")
-ONE_CACHE = RNG.choice(CACHES)
-either_cache = pytest.mark.parametrize(
-    "kv", [pytest.param(one, marks=() if one == ONE_CACHE else pytest.mark.slow) for one in CACHES]
-)
-"""Of the two the one whose turn it is"""
+either_cache = pytest.mark.parametrize("kv", some_of(CACHES, 1))
 
 
 def check(
