@@ -30,8 +30,8 @@ MARGIN = 0.25
 """A length is left where another is better by this share over the square root of the guesses known."""
 PROBE_GUESSES = 8
 """Another length is tried for a step more than it takes to verify the guesses of so many requests."""
-PROBE_EVERY = 64
-"""Fewest steps between two trials."""
+PROBE_EVERY, PROBE_EVERY_REQUEST = 64, 4
+"""Fewest steps before a trial, and for each request that runs but for the first one: all wait for its slow steps."""
 PROBE_MEMORY = 16.0
 """Guesses that all of what was verified before counts for, when a trial begins after steps without guesses."""
 PROBE_SHARE = 0.005
@@ -141,7 +141,8 @@ class DraftLength:
         others = [length for length in self.lengths if length != self.current]
         promise = max(max(tokens[one], usual[one]) / seconds[one] for one in others) * self._token_seconds
         self._allowance += PROBE_SHARE * min(1.0, promise) ** 4 * steps * seconds[self.current]
-        if same and self._since_trial >= PROBE_EVERY:  # where prompts begin, a step's time tells little
+        least = PROBE_EVERY if math.isinf(self._allowance) else max(PROBE_EVERY, PROBE_EVERY_REQUEST * count)
+        if same and self._since_trial >= least:  # where prompts begin, a step's time tells little
             self._begin_trial(requests, context, seconds)
 
     def _begin_trial(self, requests: Sequence[Request], context: float, seconds: dict[int, float]) -> None:
