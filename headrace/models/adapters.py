@@ -21,7 +21,7 @@ from headrace.lora import LowRank
 from headrace.mixers import Attention
 from headrace.model_config import Fields, ModelConfig, read_object
 from headrace.model_spec import ModelSpec
-from headrace.models.names import OF_TEXT, text_name
+from headrace.models.names import OF_TEXT, text_module
 from headrace.models.served import describe
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -97,7 +97,7 @@ def read_adapter(folder: Path, config: ModelConfig, max_rank: int, experts: bool
             copies.append(name)
             continue
         theirs, which = _parameter(fields, found[1]), found[2]
-        module = text_name(f"{theirs}.", config, spec.names).removesuffix(".")
+        module = text_module(theirs, config.more_than_text, spec.names)
         if config.more_than_text and not OF_TEXT.match(f"{module}."):
             continue
         # transformers calls every feed-forward mlp, whatever checkpoints do

@@ -137,7 +137,7 @@ def text_tensors(
     kept, others = [], Counter[str]()
     last = config.num_layers + config.draft_layers
     for one in tensors:
-        name = text_name(one.name, config, names)
+        name = text_name(one.name, config.more_than_text, names)
         if transposed and one.name.endswith(transposed):
             one = replace(one, shape=one.shape[::-1], transposed=True)
         layer = _OF_LAYER.match(name)

@@ -41,7 +41,7 @@ from headrace.models.checkpoint import (
 from headrace.models.filling import NOT_NEEDED, fill_from_checkpoint, fill_with_dummies, match_checkpoint, named
 from headrace.models.fusion import fuse
 from headrace.models.heads import DraftHead
-from headrace.models.names import text_name
+from headrace.models.names import text_module
 from headrace.models.registry import LLAMA
 from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
 from headrace.models.served import describe, resolve
@@ -297,7 +297,7 @@ def attach_schemes(
     unquantized. What the files hold counts more than what config.json says. Return lines for the log, one for each
     format, which also name what is unquantized. `names`: ModelSpec's."""
     held = resolve_format(config, quantization)
-    held = held.called(lambda name: text_name(f"{name}.", config, names).removesuffix("."))
+    held = held.called(lambda name: text_module(name, config.more_than_text, names))
     schemes = Schemes(held, in_files)
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()

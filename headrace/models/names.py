@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from headrace.model_config import ModelConfig
-
 TEXT_PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -18,12 +16,16 @@ OF_TEXT = re.compile(r"(?:model\.)?(?:layers|embed_tokens|norm)\.|lm_head\.")
 """how these names begin there; the others' tensors are of other parts"""
 
 
-def text_name(name: str, config: ModelConfig, names: Sequence[tuple[str, str]]) -> str:
-    """Return the name that a tensor or module of a published model has in a model of text alone. `names`:
-    ModelSpec's."""
-    if config.more_than_text:
+def text_name(name: str, more_than_text: bool, names: Sequence[tuple[str, str]]) -> str:
+    """Return the name that a tensor of a published model has in a model of text alone. `names`: ModelSpec's."""
+    if more_than_text:
         name = next((ours + name[len(front) :] for front, ours in TEXT_PREFIXES if name.startswith(front)), name)
     return renamed(name, names)
+
+
+def text_module(name: str, more_than_text: bool, names: Sequence[tuple[str, str]]) -> str:
+    """Return the same of a module, whose tensors' names begin with its own and a dot."""
+    return text_name(f"{name}.", more_than_text, names).removesuffix(".")
 
 
 def renamed(name: str, names: Sequence[tuple[str, str]]) -> str:

@@ -14,8 +14,9 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.feed_forwards import FeedForward
 from headrace.graph_sizes import most_in_pieces
 from headrace.mixers import Mixer
-from headrace.model_config import Fields, quantization_of, text_part
+from headrace.model_config import OTHER_PARTS, Fields, quantization_of, text_part
 from headrace.model_spec import LayerSpec, ModelSpec
+from headrace.models.names import text_module
 from headrace.models.registry import DESCRIBED, find_entry
 from headrace.parameters import total
 from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
@@ -206,7 +207,8 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             known = ", ".join(sorted(DESCRIBED))
             raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
         spec, quantization = entry.spec(text), quantization_of(text)
-        checkpoint = read_format(quantization)
+        more_than_text = any(part in config for part in OTHER_PARTS)
+        checkpoint = read_format(quantization).called(lambda one: text_module(one, more_than_text, spec.names))
         parts = checkpoint.parts(len(spec.layers))
         return ModelShape(
             name=name,

@@ -212,16 +212,18 @@ def test_a_format_that_cannot_be_is_one_line() -> None:
         shape(quantization_config={"quant_method": "bitsandbytes"})
 
 
-def test_parts_in_formats_of_their_own() -> None:
-    names = {"model.layers.*.self_attn.q_proj": "FP8", "model.layers.*.mlp.gate_proj": "NVFP4"}
+@pytest.mark.parametrize("front", ["model.", "model.language_model."])
+def test_parts_in_formats_of_their_own(front: str) -> None:
+    names = {f"{front}layers.*.self_attn.q_proj": "FP8", f"{front}layers.*.mlp.gate_proj": "NVFP4"}
     mixed = shape(
+        **({} if front == "model." else {"vision_config": {}}),
         quantization_config={
             "quant_method": "modelopt",
             "quantization": {
                 "quant_algo": "MIXED_PRECISION",
                 "quantized_layers": {name: {"quant_algo": form} for name, form in names.items()},
             },
-        }
+        },
     )
     held = [mixed.part_format(part, mixed.weight_format).name for part in PARTS]
     assert held == ["fp8", "nvfp4", "bf16"]
