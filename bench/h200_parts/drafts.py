@@ -123,6 +123,7 @@ def warm_up(core: Any, most: int) -> None:
     settings = core._executor._worker.runner.graph_settings
     if settings is not None:
         sizes = [size for size in settings.decode_sizes if size <= most]
+        core._warmup_sizes.clear()  # of the sizes that the engine began with most do not come up here
         core._warmup_sizes.extend((size, size * length) for length in settings.decode_lens for size in sizes[::-1])
         while core.warm_up():
             pass

@@ -56,10 +56,10 @@ class Guesses:
         if not reads:
             lags[step.freed_rows] = 0
         due = step.num_guesses > 0 or (reads and (bool(step.freed_rows) or not self._may_leave_out(step)))
-        rows = np.flatnonzero(lags) if due else lags[:0]
-        if not len(rows):
+        if not due:
             return
-        if step.num_guesses or len(rows) < MANY:
+        rows = np.flatnonzero(lags)
+        if len(rows) and (step.num_guesses or len(rows) < MANY):
             self._write_lengths()
             self._longest.catch_up(self._tables, rows, lags[rows], self._hidden())
         lags[rows] = 0

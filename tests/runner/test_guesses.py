@@ -83,3 +83,17 @@ def test_each_hidden_state_is_taken_in_once_and_in_time(
         left_out += sum(map(len, reader.taken.values())) == before
     assert left_out > 200 if most_lag else not left_out
     assert max(reader.sizes, default=0) <= kept
+
+
+def test_steps_of_no_request_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an idle server warms up with fill what is kept; steps of requests are left out all the same."""
+    monkeypatch.setattr(guesses, "KEPT_TOKENS", 8)
+    reader = Reader(1000)
+    tables: Any = SimpleNamespace(token_table=torch.zeros(ROWS + 1, 4), hidden=torch.zeros(64, 1))
+    drafting = Guesses(reader, tables, lambda: None)  # type: ignore[arg-type]
+    for number, rows in enumerate([[ROWS] * 4, [ROWS] * 4, [0, 1], [0, 1]]):
+        step = SchedulerOutput(number, [], [], [], rows, [], [1] * len(rows), [True] * len(rows))
+        drafting.catch_up(step)
+        size = SimpleNamespace(num_samples=len(rows), num_tokens=len(rows), decode_only=True, rows=torch.tensor(rows))
+        drafting.make(step, size, None)  # type: ignore[arg-type]
+    assert not any(reader.taken.values())
