@@ -117,6 +117,11 @@ class Experts:
         return self.names.block
 
     @property
+    def gates_shared(self) -> bool:
+        """Tell whether the router has a row for a gate of the shared experts."""
+        return self.shared_gate or self.halves_shared
+
+    @property
     def shared(self) -> DenseMLP:
         """Describe the shared experts together."""
         block = self.names.shared if self.own_norm else f"{self.names.block}.{self.names.shared}"
@@ -139,7 +144,7 @@ class Experts:
                 for name, size in sizes.items()
             ]
             tensors += norm(f"{block}.norm", hidden, of=self.own_norm)
-        if self.shared_gate or self.halves_shared:
+        if self.gates_shared:
             tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:
             tensors += self.shared.parameters

@@ -5,6 +5,9 @@ more, (token, expert) pairs are sorted into tiles of one expert (moe_route.py), 
 experts in the order in which it chose them. Either way no sum depends on which program finishes first. The kernels are
 in moe_kernels.py.
 
+Shared experts of the routed ones' form may be further experts to these kernels (`Joined`): as long as their weights
+are read no more often than a dense product reads them, that spares launches of their own.
+
 Weights may be fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without
 unpacking, while a token by itself is not rounded. Weights of 4 and 8 bits beside activations of 16 (tiled.py) have
 kernels of their own, for few tokens in moe_vector.py, for more in moe_tiled.py.
@@ -44,6 +47,9 @@ Shared = Tensor | Callable[[Tensor], Tensor] | None
 """The output of a shared expert # [T, hidden], or what computes it of the layer's input, normed; None: there is none"""
 LEAST_ADAPTED = 1 + max(FEW_TOKENS.values())
 """tokens that are computed by tiles on every device"""
+READ_AGAIN = 16 << 20
+"""Bytes that tiles of shared experts may read more than once: an L2 cache gives as many while a kernel is launched or
+two. Not measured."""
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
 
@@ -54,6 +60,27 @@ class SwigluClamp(NamedTuple):
 
     alpha: float
     limit: float
+
+
+class Joined(NamedTuple):
+    """Holds shared experts, a feed-forward `number` times as wide as a routed expert, whose tensors lie right behind
+    those of the routed ones. To kernels they are `number` further experts, which all tokens go to."""
+
+    number: int
+    w13: Tensor
+    """# [number * 2 * n, hidden], gates above ups"""
+    w2: Tensor
+    """# [hidden, number * n]"""
+    w13_scale: Tensor | None
+    """# [number * 2 * n] fp32; None: weights are not fp8"""
+    w2_scale: Tensor | None
+    """# [hidden] fp32"""
+
+    def spares_launches(self, shared: Shared, tiles: int) -> bool:
+        """Tell whether kernels are to take them for experts, where each has so many `tiles` of tokens."""
+        if isinstance(shared, Tensor):
+            return False
+        return shared is None or (tiles - 1) * (self.w13.nbytes + self.w2.nbytes) <= READ_AGAIN
 
 
 @dataclass(frozen=True)
@@ -105,6 +132,8 @@ class Experts:
     """a key of GATES"""
     router_norm: Tensor | None = None
     """# [hidden]: weights of the norm that the router reads; None: it reads what the experts read"""
+    joined: Joined | None = None
+    """shared experts that kernels may take for experts; they have no biases, and with `scales_input` no gate"""
 
     @property
     def num_experts(self) -> int:
@@ -140,10 +169,11 @@ def fused_moe(
     """Return the layer's output [T, hidden] for x [T, hidden], and each token's experts [T, top_k] int32, best first.
 
     A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
-    `shared` is added times the sigmoid of its gate if it has one. `residual` [T, hidden] contiguous: the sum with it is
-    written over it, and returned; it may be x. Then, up to HALF_NORMED_TOKENS and if the layer has a `next_norm`, the
-    result is HalfNormed. Experts that are not here add nothing. With `adapters` even few tokens are computed by tiles,
-    and a `config` must say so.
+    `shared` is added times the sigmoid of its gate if it has one; what computes it is not called where `joined` experts
+    spare that. If it is None, they are computed unless there are `adapters`. `residual` [T, hidden] contiguous: the sum
+    with it is written over it, and returned; it may be x. Then, up to HALF_NORMED_TOKENS and if the layer has a
+    `next_norm`, the result is HalfNormed. Experts that are not here add nothing. With `adapters` even few tokens are
+    computed by tiles, and a `config` must say so.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.num_experts, experts.inner_size
@@ -155,17 +185,20 @@ def fused_moe(
         config = pick_moe_config(most, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
     alone = config.block_m == 1
     here = experts.place is None
+    gated, scoring, top_k = len(experts.router) > experts.num_routed, experts.scoring, experts.top_k
+    joined = experts.joined if adapters is None else None
+    if joined is not None and joined.spares_launches(shared, -(-num_tokens // config.block_m)):
+        scoring, top_k, shared = scoring._replace(joined=joined.number, gated=gated), top_k + joined.number, None
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, experts.num_routed, experts.top_k, experts.renormalize,
-        config.block_m if here and not alone else 0, experts.invariant, experts.scoring, experts.router_bias,
+        config.block_m if here and not alone else 0, experts.invariant, scoring, experts.router_bias,
         experts.router_norm,
     )  # fmt: skip
-    ids = routing.ids
+    ids = routing.ids[:, : experts.top_k]
     if experts.place is not None:
         block_m = 0 if alone else config.block_m
         routing = routing_here(routing, experts.place[0], num_experts, block_m, experts.is_token)
-    inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
-    gated = logits.shape[1] > experts.num_routed
+    inner = torch.empty((num_tokens * top_k, n), dtype=x.dtype, device=x.device)
     shared = shared(normed) if callable(shared) else shared
     gate = (shared, logits[:, experts.num_routed :] if gated else None, logits.stride(0))
     if alone:
@@ -184,6 +217,11 @@ Extras = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 """(residual, shared expert's output, its gate's logits, their stride)"""
 
 
+def _joined_options(experts: Experts, joined: int) -> dict[str, int]:
+    """Return the options by which kernels find so many joined experts; one alone lies as a routed one does."""
+    return {"ROUTED": experts.num_experts, "JOINED": joined} if joined > 1 else {}
+
+
 def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Tensor | None:
     """Return the weight of the norm that is to be half done; None: none is."""
     return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
@@ -198,8 +236,9 @@ def gate_options(experts: Experts) -> dict[str, float]:
 def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
-    (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
-    w13, w2, gates = experts.w13, experts.w2, gate_options(experts)
+    (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
+    w13, w2, gates, top_k = experts.w13, experts.w2, gate_options(experts), pairs // num_tokens
+    joined = _joined_options(experts, top_k - experts.top_k)
     ids, (share, out_share) = routing.ids, _shares(experts, routing)
     down = config.down if isinstance(w2, TiledWeight) else _fit(config.down, hidden, n, w2)
     blocks = -(-hidden // down.block_n)
@@ -211,7 +250,7 @@ def _one_by_one(
         up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
             inner, x, w13, experts.w13_scale, experts.w13_bias, ids, share,
             N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector_of(w13),
-            num_warps=up.num_warps, **gates, **overlap(),
+            num_warps=up.num_warps, **gates, **joined, **overlap(),
         )  # fmt: skip
     if isinstance(w2, TiledWeight):
         launch_vector_down(out, inner, w2, experts.w2_bias, ids, out_share, extras, following, down)
@@ -219,7 +258,7 @@ def _one_by_one(
         down_one_by_one_kernel[(blocks, num_tokens)](
             out, inner, w2, experts.w2_scale, experts.w2_bias, ids, out_share, *extras, *following,
             N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector_of(w2),
-            MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **overlap(),
+            MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **joined, **overlap(),
         )  # fmt: skip
     return result
 
@@ -231,14 +270,15 @@ def _by_tiles(
     (num_tokens, hidden), pairs = x.shape, len(inner)
     make = torch.empty if experts.place is None else torch.zeros  # no tile writes the pairs of experts elsewhere
     outer = make((pairs, hidden), dtype=x.dtype, device=x.device)
-    tiles, gates = routing.tiles.shape[1], gate_options(experts)
+    tiles, gates, chosen = routing.tiles.shape[1], gate_options(experts), pairs // num_tokens
+    joined = _joined_options(experts, chosen - experts.top_k)
     in_share, out_share = _shares(experts, routing)
     for target, source, weight, scale, bias, rounding, share, tile in (
         (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, in_share, config.up),
         (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, None, config.down),
     ):
         gated, added = target is inner, None
-        top_k = experts.top_k if gated else 1
+        top_k = chosen if gated else 1
         if adapted is not None:
             added = adapted.added(source, adapted.adapters.w13 if gated else adapted.adapters.w2, top_k)
         if isinstance(weight, TiledWeight):
@@ -254,14 +294,14 @@ def _by_tiles(
             target, values, x_scale, weight, scale, added, bias, share, routing.order, routing.tiles, tiles, None,
             N=target.shape[1], K=source.shape[1], TOP_K=top_k, GATED=gated, IN_SLOT=0, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **overlap(),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **joined, **overlap(),
         )  # fmt: skip
     # Blocks of another size are compiled otherwise, and now and then round the last bit to another side.
     block = min(1024 if num_tokens > 64 or experts.invariant else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     sum_kernel[(num_tokens * blocks,)](
-        out, outer, out_share, *extras, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
+        out, outer, out_share, *extras, *following, N=hidden, TOP_K=chosen, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
     return result
@@ -314,6 +354,8 @@ def fused_moe_reference(
             own += added_reference(inner, adapters.w2, of_token, expert, num_experts)
         out.index_add_(0, token, own if experts.scales_input else (own * share).to(x.dtype))
     shared = shared(normed) if callable(shared) else shared
+    if shared is None and experts.joined is not None and adapters is None:
+        shared = _joined_reference(normed, experts, experts.joined, rounds)
     if shared is not None:
         gated = logits.shape[1] > experts.num_routed
         out += torch.sigmoid(logits[:, experts.num_routed :]) * shared if gated else shared
@@ -322,6 +364,17 @@ def fused_moe_reference(
     residual.add_(out)
     next_norm = _next_norm(experts, residual, len(x))
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
+
+
+def _joined_reference(x: Tensor, experts: Experts, joined: Joined, rounds: bool) -> Tensor:
+    """Return what shared experts make of x [T, hidden], each by itself, as `rounds` says."""
+    scales = [None if scale is None else scale[None] for scale in (joined.w13_scale, joined.w2_scale)]
+    both = _product_reference(x, joined.w13[None], scales[0], None, experts.w13_rounding, 0, rounds)
+    gate, up = both.chunk(2, dim=-1)
+    inner, out = gated_reference(gate, up, experts), torch.zeros_like(x)
+    for own, weight in zip(inner.chunk(joined.number, dim=-1), joined.w2.chunk(joined.number, dim=-1), strict=True):
+        out += _product_reference(own, weight[None], scales[1], None, experts.w2_rounding, 0, rounds)
+    return out
 
 
 def gated_reference(gate: Tensor, up: Tensor, experts: Experts) -> Tensor:

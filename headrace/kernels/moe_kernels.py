@@ -41,13 +41,37 @@ def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
 
 
 @triton.jit
+def _place(expert, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ROUTED: tl.constexpr, JOINED: tl.constexpr):
+    """Return where the weight of an expert begins, how far its rows are apart, where its scales begin, and by how many
+    rows more than N its ups are behind its gates.
+
+    Several JOINED experts behind the ROUTED ones are one feed-forward, so many times as wide: the gates of all of them
+    come before their ups, and each row of their second weight has the inputs of all.
+    """
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    at, step, scales, more = expert * (ROWS * K), K, expert * ROWS, 0
+    if JOINED > 1:
+        behind = expert - ROUTED
+        if GATED:
+            scales = tl.where(behind < 0, scales, ROUTED * ROWS + behind * N)
+            at = scales * K
+            more = tl.where(behind < 0, 0, (JOINED - 1) * N)
+        else:
+            scales = tl.where(behind < 0, scales, ROUTED * N)
+            at = tl.where(behind < 0, at, ROUTED * (N * K) + behind * K)
+            step = tl.where(behind < 0, K, JOINED * K)
+    return at, step, scales, more
+
+
+@triton.jit
 def up_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, share_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUTED: tl.constexpr = 0, JOINED: tl.constexpr = 0,
 ):  # fmt: skip
-    """Compute out[pair], gated; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]; `share` [pairs] are factors
-    of x, if there are any."""
+    """Compute out[pair], gated; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K], but for those that are
+    `joined`; `share` [pairs] are factors of x, if there are any."""
     wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -55,7 +79,10 @@ def up_one_by_one_kernel(
     column = tl.program_id(0) * BLOCK_N + lane // 2
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(column, N - 1) + lane % 2 * N  # gate and up next to each other
-    weight_ptrs = weight_ptr + expert * (2 * N * K) + row[:, None] * K + k[None, :]
+    at, _, scales, more = _place(expert, N, K, True, ROUTED, JOINED)
+    if JOINED > 1:
+        row += lane % 2 * more
+    weight_ptrs = weight_ptr + at + row[:, None] * K + k[None, :]
     x_ptrs = x_ptr + pair // TOP_K * K + k
     acc = tl.zeros([2 * BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -69,7 +96,7 @@ def up_one_by_one_kernel(
         acc += sums_of_vectors(weight, x[None, :], VECTOR)
     total = tl.sum(acc, axis=1)
     if scale_ptr is not None:
-        total *= tl.load(scale_ptr + expert * (2 * N) + row)
+        total *= tl.load(scale_ptr + scales + row)
     if share_ptr is not None:
         total *= tl.load(share_ptr + pair)
     if bias_ptr is not None:
@@ -85,7 +112,8 @@ def down_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, share_ptr,
     residual_ptr, shared_ptr, gate_ptr, gate_stride, next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MEMBERS: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
+    MEMBERS: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr, ROUTED: tl.constexpr = 0,
+    JOINED: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute out[token] = residual and shared expert + the weighted sum of its experts' weight [experts, N, K] @ x,
     MEMBERS experts at a time; grid (blocks of N, tokens).
@@ -109,9 +137,10 @@ def down_one_by_one_kernel(
             share = tl.load(share_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
         if bias_ptr is not None:
             biases += share * tl.load(bias_ptr + expert * N + row).to(tl.float32)
+        at, step, scales, _ = _place(expert, N, K, False, ROUTED, JOINED)
         if scale_ptr is not None:
-            share *= tl.load(scale_ptr + expert * N + row)
-        weight_ptrs = weight_ptr + expert[:, None] * (N * K) + row[:, None] * K + k[None, :]
+            share *= tl.load(scale_ptr + scales + row)
+        weight_ptrs = weight_ptr + at[:, None] + (row * step)[:, None] + k[None, :]
         x_ptrs = x_ptr + pair[:, None] * K + k[None, :]
         for start in range(0, K, BLOCK_K):
             inside = chosen[:, None] & (start + k < K)[None, :]
@@ -137,14 +166,15 @@ def tiles_kernel(
     max_tiles, slot_step,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, IN_SLOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr, ROUTED: tl.constexpr = 0,
+    JOINED: tl.constexpr = 0,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
 
     x is [pairs / TOP_K, K]. GATED: weight is [experts, 2 * N, K], and a pair gets what `gated` says. Otherwise it is
     [experts, N, K]. If they are fp8, each has a scale a row. `share` [pairs]: factors of x, if any. `added` [pairs,
     rows of weight]: what is added to the product, if any. IN_SLOT: so many experts each are `slot_step` numbers of the
-    weight apart from the next ones; 0: all are one behind another.
+    weight apart from the next ones; 0: all are one behind another, but for several JOINED ones (`_place`).
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -165,11 +195,12 @@ def tiles_kernel(
         source = (pair // TOP_K).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + source[:, None] * K + k[None, :]
-        if IN_SLOT == 0:
-            at = expert * (ALL_ROWS * K)
-        else:
+        at, step, scales, more = _place(expert, N, K, GATED, ROUTED, JOINED)
+        if IN_SLOT > 0:
             at = expert // IN_SLOT * slot_step + expert % IN_SLOT * (ALL_ROWS * K)
-        weight_ptrs = weight_ptr + at + row[:, None] * K + k[None, :]
+        if GATED and JOINED > 1:
+            row += lane % 2 * more
+        weight_ptrs = weight_ptr + at + row[:, None] * step + k[None, :]
         if SWAP:
             acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
         else:
@@ -188,7 +219,7 @@ def tiles_kernel(
         if x_scale_ptr is not None:
             acc *= tl.load(x_scale_ptr + source, mask=member < count, other=0.0)[:, None]
         if scale_ptr is not None:
-            acc *= tl.load(scale_ptr + expert * ALL_ROWS + row)[None, :]
+            acc *= tl.load(scale_ptr + scales + row)[None, :]
         if added_ptr is not None:
             added_ptrs = added_ptr + pair.to(tl.int64)[:, None] * ALL_ROWS + row[None, :]
             acc += tl.load(added_ptrs, mask=inside, other=0.0).to(tl.float32)

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     """Holds the tokens' experts, and the pairs in tiles."""
 
     ids: Tensor
-    """# [num_tokens, top_k] int32, best first; of equal logits the lower id"""
+    """# [num_tokens, top_k] int32, best first; of equal logits the lower id. Behind them are those of `joined` ones."""
     weights: Tensor
     """# [num_tokens, top_k] fp32"""
     order: Tensor
@@ -57,6 +57,10 @@ class Scoring(NamedTuple):
     near: float = 0.0
     """Above 0, a weight is by the softmax over those experts alone that were not chosen before and whose logits are at
     most so far below, as a share of the larger of their size and the chosen logit (SparseMixer, arXiv 2409.12136)."""
+    joined: int = 0
+    """so many further experts behind the others, which all tokens go to without being chosen; not in the reference"""
+    gated: bool = False
+    """their weight is the sigmoid of the logit behind those of the other experts; False: it is one"""
 
 
 SOFTMAX = Scoring()
@@ -107,7 +111,7 @@ def _worth(value, members, SIGMOID: tl.constexpr):
 def _choose(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, num_tokens, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Write the choices of tokens `row` [ROWS], where less than num_tokens.
 
@@ -164,9 +168,18 @@ def _choose(
         weights /= total[:, None]
     if factors_ptr is not None:
         weights *= tl.load(factors_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
-    at = row * TOP_K + place
+    at = row * (TOP_K + JOINED) + place
     tl.store(ids_ptr + at, tl.broadcast_to(expert, place.shape), mask=chosen)
     tl.store(weights_ptr + at, weights * scaling, mask=chosen)
+    for further in tl.static_range(JOINED):
+        share = tl.full(row.shape, 1.0, tl.float32)
+        if GATED:
+            gate_ptrs = logits_ptr + row.to(tl.int64) * logits_stride + num_experts
+            gate = tl.load(gate_ptrs, mask=row < num_tokens, other=0.0, cache_modifier=".cg")
+            share /= 1.0 + tl.exp(-gate.to(tl.float32))
+        at = row * (TOP_K + JOINED) + TOP_K + further
+        tl.store(ids_ptr + at, tl.zeros_like(at) + num_experts + further, mask=row < num_tokens)
+        tl.store(weights_ptr + at, share, mask=row < num_tokens)
 
 
 @triton.jit
@@ -175,7 +188,8 @@ def _router_kernel(
     factors_ptr, num_experts, x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
-    USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Norm and route; one program: ROWS rows of the router for one token. The last to finish chooses its experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -202,7 +216,7 @@ def _router_kernel(
         _choose(
             logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, token + warp * tl.num_programs(1),
             tl.num_programs(1), num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS,
-            USED_GROUPS, NEAR,
+            USED_GROUPS, NEAR, JOINED, GATED,
         )  # fmt: skip
 
 
@@ -210,14 +224,15 @@ def _router_kernel(
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, num_experts, logits_stride, scaling,
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUPS: tl.constexpr, USED_GROUPS: tl.constexpr, NEAR: tl.constexpr, JOINED: tl.constexpr, GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Choose a token's experts; one program a token."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
         logits_ptr, ids_ptr, weights_ptr, bias_ptr, factors_ptr, row, tl.num_programs(0), num_experts, logits_stride,
-        scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS, NEAR,
+        scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID, GROUPS, USED_GROUPS, NEAR, JOINED, GATED,
     )  # fmt: skip
 
 
@@ -281,7 +296,7 @@ def norm_and_route(
         read = normed if router_norm is None else rms_norm(x, router_norm, eps)
         logits = (matmul if invariant else F.linear)(read, router, router_bias)
         return route(logits[:, :num_experts], top_k, renormalize, block_m, scoring), logits, normed
-    routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
+    routing = _empty_routing(num_tokens, num_experts + scoring.joined, top_k + scoring.joined, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     normed = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     block_h = next_power_of_2(hidden)
@@ -293,26 +308,28 @@ def norm_and_route(
         scoring.bias, scoring.factors, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
         TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, GROUPS=scoring.groups,
-        USED_GROUPS=scoring.used_groups, NEAR=scoring.near, WARPS=warps, num_warps=warps, **overlap(),
+        USED_GROUPS=scoring.used_groups, NEAR=scoring.near, JOINED=scoring.joined, GATED=scoring.gated, WARPS=warps,
+        num_warps=warps, **overlap(),
     )  # fmt: skip
     if block_m:
-        _sort(routing, num_experts, block_m)
+        _sort(routing, num_experts + scoring.joined, block_m)
     return routing, logits, normed
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: Scoring = SOFTMAX) -> Routing:
     """Return the routing by logits [num_tokens, num_experts] (last dim contiguous): softmax in fp32, the best `top_k`.
-    Their weights add up to one if `renormalize`. `block_m` 0: no order and tiles."""
+    Their weights add up to one if `renormalize`. `block_m` 0: no order and tiles. If further experts are `gated`, the
+    gate's logit lies behind a token's others in memory."""
     num_tokens, num_experts = logits.shape
-    routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
+    routing = _empty_routing(num_tokens, num_experts + scoring.joined, top_k + scoring.joined, block_m, logits.device)
     _route_kernel[(num_tokens,)](
         logits, routing.ids, routing.weights, scoring.bias, scoring.factors, num_experts, logits.stride(0),
         scoring.scaling, BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize,
         SIGMOID=scoring.sigmoid, GROUPS=scoring.groups, USED_GROUPS=scoring.used_groups, NEAR=scoring.near,
-        num_warps=1, **overlap(),
+        JOINED=scoring.joined, GATED=scoring.gated, num_warps=1, **overlap(),
     )  # fmt: skip
     if block_m:
-        _sort(routing, num_experts, block_m)
+        _sort(routing, num_experts + scoring.joined, block_m)
     return routing
 
 

@@ -84,6 +84,8 @@ class Linear(Layer):
         """what it computes besides its product; models/fusion.py adds norms"""
         self.scheme: Scheme = unquantized()
         self.weights: dict[str, Tensor] = {}
+        self.behind_experts = False
+        """Its weights lie behind those of experts, whose layer allocates them."""
         self.compute: Compute = _not_loaded
         self.rounding: Rounding | None = None
         """how the input is rounded, once finalized"""
@@ -93,7 +95,8 @@ class Linear(Layer):
         self.scheme = scheme
 
     def create_weights(self, device: torch.device) -> None:
-        self.weights = self.scheme.layout.create_weights(self.spec, device)
+        if not self.behind_experts:
+            self.weights = self.scheme.layout.create_weights(self.spec, device)
 
     def slots(self, path: str) -> dict[str, Slot]:
         return {

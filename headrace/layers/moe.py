@@ -29,6 +29,7 @@ from headrace.layers.linear import column_spec, divide, over_ranks
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
+from headrace.layers.shared_experts import joined, laid_behind
 from headrace.layers.stacked import InOne, interleaved_slots, stacked_slots
 from headrace.quantization.scheme import FusedOps, HeldExperts, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
@@ -80,7 +81,7 @@ def router_spec(spec: feed_forwards.Experts, dtype: torch.dtype) -> LinearSpec:
     """Describe the router and, below its rows, the shared expert's gate if it has one; every rank holds both. Where the
     checkpoint has them quantized, they are widened at load."""
     hidden, rows = spec.hidden_size, {spec.names.router: spec.num_experts}
-    if spec.shared_gate or spec.halves_shared:
+    if spec.gates_shared:
         rows["shared_expert_gate"] = 1
     parts = [(name, count, count, 0) for name, count in rows.items()]
     return column_spec(hidden, parts, dtype, spec.bias)
@@ -164,8 +165,15 @@ class SparseMoE(Layer):
         self.router_weights = self.router_scheme.layout.create_weights(self.router_spec, device)
         if self.spec.halves_shared:
             self.router_weights["weight"][-1].zero_()
-        self.w13 = layout.create_weights(self.gate_up_spec, device, experts)
-        self.w2 = layout.create_weights(self.down_spec, device, experts)
+        held, linears = None, (self.gate_up_spec, self.down_spec)
+        if self.shared is not None:
+            held = laid_behind(self.shared, self.spec, linears, self.scheme, *experts, device)
+        self.w13, self.w2 = held or [layout.create_weights(linear, device, experts) for linear in linears]
+
+    @property
+    def shared(self) -> GatedMLP | None:
+        """The shared experts that are computed with the layer."""
+        return getattr(self, self.spec.names.shared) if self.has_shared else None
 
     def quantized_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the names under which a checkpoint may list the format of each part: expert 0's, which stands for all,
@@ -290,7 +298,7 @@ class SparseMoE(Layer):
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         scoring = Scoring(spec.sigmoid, self.selection_bias, spec.scaling, spec.groups, spec.used_groups)
-        own = self.norm is not None
+        own, shared = self.norm is not None, self.shared
         scoring = scoring._replace(factors=self.factors if own else None, near=spec.near)
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
@@ -298,7 +306,7 @@ class SparseMoE(Layer):
             w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding, spec.scales_input,
             None if len(self.own) == spec.num_experts else (self.own.start, spec.num_experts), self.exchange.is_token,
-            spec.activation, self.router_scale if own else None,
+            spec.activation, self.router_scale if own else None, None if shared is None else joined(shared, w13, w2),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
@@ -321,12 +329,13 @@ class SparseMoE(Layer):
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """Return this rank's share of the output, for the tokens of all engines."""
-        shared = getattr(self, self.spec.names.shared) if self.has_shared else None
-        adapters = None
+        shared, experts, adapters = self.shared, self.experts, None
+        if shared is not None and (shared.gate_up_proj.fused.apart or shared.down_proj.fused.apart):
+            experts = replace(experts, joined=None)
         if any(seat.wanted for seat in self.seats):
             up, down = self.seats
             adapters = ExpertAdapters(up.slots.of_tokens, up.weights, down.weights)
-        out, ids = self.fused_moe(x, self.experts, shared, residual, adapters=adapters)
+        out, ids = self.fused_moe(x, experts, shared, residual, adapters=adapters)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
         if self.chosen is not None:

@@ -351,6 +351,8 @@ def _fused_moe(subject: Subject) -> Cases:
     for layer in subject.ends(SparseMoE):
         for tokens in TOKENS:
             yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared)
+            if layer.experts.joined is not None:  # which are then computed too
+                yield from cases.fused_moe(subject.inputs, tokens, layer.experts, shared=False)
         for seat in layer.seats[:1]:
             for tokens in TOKENS[::3]:
                 yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared, seat.weights.rank)

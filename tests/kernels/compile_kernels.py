@@ -335,6 +335,10 @@ def compile_experts():
                 factored = moe_route.Scoring(factors=router[0, :num_experts].float(), near=0.02)
                 moe.fused_moe(x, replace(experts, scoring=factored, **own), x, x)
                 moe.fused_moe(x, replace(scaled, **in_fp8), x, x)
+                joined = moe.Joined(4, one.expand(8 * n, hidden), one.expand(hidden, 4 * n), None, None)
+                for kind, number, tokens in (({}, 4, 1), (in_fp8, 4, 1), ({}, 4, 32), (in_fp8, 4, 32), (in_fp8, 1, 32)):
+                    held = replace(experts, joined=joined._replace(number=number), **kind)
+                    moe.fused_moe(x[:tokens], held, None, x[:tokens])
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 128:
                 moe.fused_moe(x, experts, None, x, None, expert_adapters(experts))

@@ -9,7 +9,7 @@ import torch
 from headrace.kernels import moe, moe_route
 from headrace.kernels.cases import Inputs, made_up_expert_adapters
 from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
-from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_reference
+from headrace.kernels.moe import Experts, Joined, SwigluClamp, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
@@ -180,6 +180,78 @@ def test_layers(config, size, has_shared):
         num_tokens = min(num_tokens, 4)
     config = WAYS[config]
     run(num_tokens, *rest, config, has_shared=has_shared)
+
+
+def with_shared_behind(experts, count):
+    """The same with shared experts `count` times as wide, in fp8 if the others are, right behind them in memory."""
+    n, hidden, dtype, names = experts.inner_size, experts.w13.shape[2], experts.router.dtype, Joined._fields[1:]
+    w13, w2 = torch.randn(1, 2 * count * n, hidden) * hidden**-0.5, torch.randn(1, hidden, count * n) * n**-0.5
+    wide = replace(experts, w13=w13.to(dtype), w2=w2.to(dtype))
+    wide = in_fp8(wide) if experts.kind == "fp8" else wide
+    changed, behind = {}, dict.fromkeys(names)
+    for name in names:
+        routed, own = getattr(experts, name), getattr(wide, name)
+        if routed is not None:
+            first, both = routed.numel(), torch.cat((routed.flatten(), own.flatten()))
+            changed[name], behind[name] = both[:first].view(routed.shape), both[first:].view(own[0].shape)
+    return replace(experts, joined=Joined(count, **behind), **changed)
+
+
+def feed_forward(x, joined):
+    """What the shared experts make of x [tokens, hidden], a plain feed-forward."""
+    gate, up = (x @ joined.w13.float().T).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up) @ joined.w2.float().T
+
+
+@sampled(
+    ("config", "count", "has_gate", "dtype"), WAYS, [1, 2, 3], [True, "without a gate"], [torch.float32, torch.bfloat16]
+)
+def test_shared_experts_behind_the_others_are_further_experts(config, count, has_gate, dtype):
+    """However many tokens there are, however a router weighs, and however many times as wide they are."""
+    tokens, config = (4 if config == "one by one" else 21), WAYS[config]
+    options = {"scales_input": False} if has_gate is True else {}
+    x, experts, _, residual = make_layer(tokens, 48, 5, 20, 3, dtype, has_gate, **options)
+    experts = with_shared_behind(experts, count)
+    wide = in_float32(replace(experts, joined=None))
+    normed = rms_norm_reference(x.float(), wide.norm_weight, wide.eps)
+    shared = feed_forward(normed, experts.joined)
+    expected, chosen = fused_moe_reference(x.float(), wide, shared, residual.float())
+    out, ids = fused_moe(x, experts, None, residual, config)
+    same = (ids == chosen).all(dim=1)
+    assert same.float().mean() >= (1.0 if dtype == torch.float32 else 0.4)
+    assert (out - expected)[same].double().norm() <= 2 * TOLERANCE[dtype] * expected[same].double().norm()
+    alike = fused_moe_reference(x, experts)[0] - fused_moe_reference(x, experts, shared.to(dtype))[0]
+    assert alike.norm() <= 2 * TOLERANCE[dtype] * expected.norm()
+
+
+@sampled(("config", "count"), WAYS, [1, 2])
+def test_shared_experts_in_fp8_are_further_experts(config, count):
+    tokens, config = (4 if config == "one by one" else 21), WAYS[config]
+    x, experts, _, residual = make_layer(tokens, 48, 5, 20, 3, torch.float32, "without a gate")
+    experts = with_shared_behind(in_fp8(experts), count)
+    expected = fused_moe_reference(x, experts, None, residual.clone(), config)[0]
+    out = fused_moe(x, experts, None, residual, config)[0]
+    assert (out - expected).norm() <= (TOLERANCE[torch.float32] + 2e-2 * (config.block_m > 1)) * expected.norm()
+
+
+def test_shared_experts_that_tiles_would_read_too_often_are_computed_apart(monkeypatch):
+    x, experts, given, _ = make_layer(17, 48, 5, 20, 2, torch.float32, True, scales_input=False)
+    experts, calls = with_shared_behind(experts, 2), []
+
+    def shared(normed):
+        calls.append(normed)
+        return feed_forward(normed, experts.joined)
+
+    together = fused_moe(x, experts, shared, None, MANY)[0]
+    assert not calls
+    monkeypatch.setattr(moe, "READ_AGAIN", 0)
+    fused_moe(x[:16], experts, shared, None, MANY)  # one tile
+    assert not calls
+    apart = fused_moe(x, experts, shared, None, MANY)[0]
+    assert len(calls) == 1
+    assert (together - apart).norm() <= 2 * TOLERANCE[torch.float32] * apart.norm()
+    alone = replace(experts, joined=None)
+    assert torch.equal(fused_moe(x, experts, given, None, MANY)[0], fused_moe(x, alone, given, None, MANY)[0])
 
 
 @pytest.mark.parametrize(("config", "top_k"), [("one by one", 1), ("tiles", 1), ("one by one", 3), ("swapped", 3)])

@@ -22,6 +22,7 @@ from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.latent_config import LatentSizes, plan_latent
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 from headrace.layer_parts import Rope, Temperature
+from headrace.layers import shared_experts
 from headrace.layers.adapters import Adapters
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
@@ -58,6 +59,7 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+SHARED = {**MOE, "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 96}
 LATENT = {
     **QWEN3,
     "architectures": ["YoutuForCausalLM"],
@@ -265,6 +267,17 @@ def test_adapters_of_experts_agree_and_that_they_are_forgotten_is_found() -> Non
 
     assert check(MOE, "auto", None, only="fused_moe", adapted=True).demoted == []
     assert check(MOE, "auto", None, only="fused_moe", adapted=True, fused_moe=forgets).demoted == ["fused_moe"]
+
+
+def test_shared_experts_behind_the_others_agree_and_that_they_are_forgotten_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forgets(x: Any, experts: Any, *more: Any) -> Any:
+        return REFERENCE_KERNELS.fused_moe(x, replace(experts, joined=None), *more)
+
+    monkeypatch.setattr(shared_experts, "OWN_FORMS", ())
+    assert check(SHARED, "auto", None, only="fused_moe").demoted == []
+    assert check(SHARED, "auto", None, only="fused_moe", fused_moe=forgets).demoted == ["fused_moe"]
 
 
 @sampled(("kv", "factor"), CACHES, [1.0, 1.04])
