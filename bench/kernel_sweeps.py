@@ -50,10 +50,11 @@ def _layer_normed(make: Inputs, rows: int, hidden: int) -> Cases:
 
 
 def _qk_normed(make: Inputs, rows: int, heads: tuple[int, int], dim: int) -> Cases:
-    """Each head, about its mean and not, and all heads as one vector."""
+    """Each head, about its mean and not, and all heads as one vector, also by weights in float32, which round once."""
     weight = make.random(sum(heads), dim)
     for centered, wide in ((True, False), (False, False), (False, True)):
-        yield from cases.qk_norm(make, rows, weight, heads, EPS, centered, wide)
+        for each in (weight, weight.float()):
+            yield from cases.qk_norm(make, rows, each, heads, EPS, centered, wide)
 
 
 def _activated(make: Inputs, rows: int, width: int) -> Cases:
