@@ -17,6 +17,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.registry import DESCRIBED, MODELS, OWN_NAMES, find_entry
 from headrace.models.ropes import ROPE_FIELDS
 from headrace.models.served import attention_specs, describe, read_served_config, resolve
+from headrace.planner.catalogue import catalogue
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -39,41 +40,12 @@ LLAMA3 = {
 }
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"]}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_30B_A3B: dict[str, Any] = catalogue()["qwen3-30b-a3b"].config | {
+    "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "initializer_range": 0.02,
+    "max_window_layers": 48, "model_type": "qwen3_moe", "rope_scaling": None, "router_aux_loss_coef": 0.001,
+    "sliding_window": None, "use_cache": True,
+}  # fmt: skip
+"""with the fields that say nothing of what is computed"""
 
 
 def config(**changes: Any) -> ModelConfig:

@@ -18,6 +18,7 @@ from headrace.advice.explain.command_fields import fields_of
 from headrace.advice.explain.command_line import CommandLine, parse_command, parse_commands
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
+from headrace.planner.catalogue import catalogue
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
 
@@ -50,11 +51,6 @@ def test_every_published_command_parses(record: dict[str, Any]) -> None:
     fields_of(line)
 
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "model_type": "llama",
-}  # fmt: skip
 NOT_PLANNED = ("visible_gpus", "attention_backend", "speculative_tokens")
 
 
@@ -78,7 +74,7 @@ def test_every_published_command_yields_a_plan(
 ) -> None:
     """Of the model that it names, or of a folder where it names one; where that cannot run, something that can."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(catalogue()["llama-3.1-8b"].config))
     monkeypatch.chdir(tmp_path)
     asked = plan_keywords(parse_command(shell_text(record)))
     if asked.get("model") in (None, *NO_MODEL):

@@ -22,21 +22,10 @@ from headrace.advice.tune.tuner import AGAIN, Outcome, Tuner, gain, parse_second
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model_config import ModelConfig
+from headrace.planner.catalogue import catalogue
 from tests.advice.tune.fake_trials import PLAN, Clock, FakeRun, load
 
-MODEL = ModelConfig.from_dict(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-    }
-)
+MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config | {"max_position_embeddings": 8192})
 LOAD = TuneOptions(num_prompts=1000)
 
 
