@@ -86,9 +86,10 @@ class Bench:
 
     def finish_row(self, row: Result, batch: int) -> None:
         """Emit a finished row. One of a mixture of experts is valid only where decode steps of as many requests, or of
-        the next smaller batch that was counted, read enough distinct ones."""
+        the next smaller batch that was counted, or else of the smallest, read enough distinct ones."""
         if self._experts:
-            counted, cost = max(size for size in self._experts if size <= batch), self.cost
+            counted = max((size for size in self._experts if size <= batch), default=min(self._experts))
+            cost = self.cost
             mean, uniform = self._experts[counted], distinct_experts(cost.num_experts, cost.experts_per_token, counted)
             row.valid = row.valid and enough_experts(cost, counted, mean)
             row.notes.append(
