@@ -50,10 +50,10 @@ def some_of(values: Collection[Any], count: int, say: Callable[[Any], str] = str
 
 def slow_but_for_a_sample(items: Sequence[pytest.Function]) -> None:
     """Have so many cases of each test run that every value of its parameters and of its fixtures' comes up, as
-    `sampled` does of a test's own. The others are slow."""
+    `sampled` does of a test's own. The others are slow, as those that were so already stay."""
     groups: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec"):
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             groups[item.nodeid.split("[")[0]].append(item)
     for group in groups.values():
         columns = [[repr(one.callspec.params[name]) for one in group] for name in group[0].callspec.params]

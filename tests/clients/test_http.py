@@ -13,6 +13,7 @@ import pytest
 
 from tests.clients.tasks import TOOLS, Task
 from tests.published import tokenizer_folder
+from tests.sampled import some_of
 from tests.scripted.engine import Scripted, ScriptedServers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.server.fake_engine import events
@@ -93,7 +94,7 @@ def test_an_agent_by_hand(http: httpx.Client, scripted: Scripted, task: Task, st
     task.check(scripted, messages[-1]["content"].strip())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("name", some_of(["qwen3", "gpt-oss"], 1))
 def test_with_a_real_tokenizer_and_template(
     http: httpx.Client, servers: ScriptedServers, name: str, stream: bool
 ) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from tests.engine.fakes import DEAD_TOKEN, DIE_TOKEN, FAIL_TOKEN, SLOW_TOKEN, ST
 from tests.speed import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
-Body = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(autouse=True)
