@@ -28,8 +28,9 @@ FEWEST_STEPS, FEWEST_GUESSES = 32, 512
 MOST_RATE = 0.98
 MARGIN = 0.25
 """A length is left where another is better by this share over the square root of the guesses known."""
-PROBE_GUESSES = 8
-"""Another length is tried for a step more than it takes to verify the guesses of so many requests."""
+PROBE_GUESSES, PROBE_MANY = 8, 64
+"""Another length is tried for a step more than it takes to verify the guesses of so many requests; where many run, and
+nothing is to catch up with, for one step alone."""
 PROBE_EVERY, PROBE_EVERY_REQUEST = 64, 4
 """Fewest steps before a trial, and for each request that runs but for the first one: all wait for its slow steps."""
 PROBE_MEMORY = 16.0
@@ -94,6 +95,8 @@ class DraftLength:
         """that a token of each request takes with the current length"""
         self._uncharged = 0
         """steps of the last trial of whose seconds the allowance does not know"""
+        self._first_seconds = math.nan
+        """of the step that began a trial; NaN: it did more than compute, or further ones made as many guesses"""
 
     def choose(self, requests: Sequence[Request]) -> int:
         """Return how many tokens to guess behind each of `requests`, those of a step that will go on."""
@@ -149,9 +152,9 @@ class DraftLength:
         """Begin to try another length, if the allowance is enough. `seconds`: what a step of each length takes."""
         count, other = len(requests), self._next_trial()
         lag = 0 if self.current or not other else self._idle
-        probe_steps = 1 + -(-PROBE_GUESSES // count)
-        lost = probe_steps * (seconds[other] - count * self._token_seconds)
-        lost += self.seconds(count, context, other, lag) - seconds[other]
+        catching_up = self.seconds(count, context, other, lag) - seconds[other]
+        probe_steps = 1 if count >= PROBE_MANY and not catching_up else 1 + -(-PROBE_GUESSES // count)
+        lost = probe_steps * (seconds[other] - count * self._token_seconds) + catching_up
         if self._allowance < lost:
             return
         self._trial, self._trial_left, self._tried_last = other, probe_steps, other
@@ -228,25 +231,36 @@ class DraftLength:
 
     def observe(self, step: SchedulerOutput, seconds: float, counts: bool = True) -> None:
         """Take in the seconds of a step of decodes. It tells what a length costs if all verify as many guesses as are
-        made behind them; else a trial begins or ends, which is charged with what it has lost. `counts`: False if the
-        step did more than compute, such as capture a graph: its time tells nothing of others, but is lost."""
+        made behind them; else a trial begins or ends, and where it was so short both steps together tell that. Trials
+        are charged with what they have lost. `counts`: False if the step did more than compute, such as capture a
+        graph: its time tells nothing of others, but is lost."""
         count, length = len(step.rows), step.num_guesses
         drafts = step.num_drafts[0] if step.num_drafts else 0
         if step.new_rows or not all(step.samples) or step.num_scheduled_tokens != [1 + drafts] * count:
             return
-        if self._uncharged and self._tried_last != self.current and self._tried_last in (drafts, length):
+        context, tried, paced = sum(step.num_computed_tokens) / count, self._tried_last, seconds / self._pace
+        if self._uncharged and tried != self.current and tried in (drafts, length):
             self._uncharged -= 1
-            self._allowance -= max(0.0, seconds / self._pace - count * self._token_seconds)
-        if drafts != length or not counts:
+            self._allowance -= max(0.0, paced - count * self._token_seconds)
+            if length == tried:
+                self._first_seconds = paced if counts and drafts == self.current else math.nan
+            elif counts:  # first and last step together compute what one of each length does
+                self._compare(tried, count, context, self._first_seconds + paced - self.seconds(count, context, length))
+        if drafts == length and counts:
+            self._compare(length, count, context, paced)
+
+    def _compare(self, length: int, count: int, context: float, paced: float) -> None:
+        """Compare what a step took with what is predicted. `paced`: its seconds at the pace at which lengths are
+        compared; NaN: they are unknown."""
+        if not paced > 0:
             return
-        context = sum(step.num_computed_tokens) / count
-        ratio, bits = seconds / self._costs(count, context, length, 0), count.bit_length()
+        ratio, bits = paced / self._costs(count, context, length, 0), count.bit_length()
         believed, one = self._ratio(length, bits), self._observed.setdefault((length, bits), _Observed())
         most = 2 * believed if any(other.steps > SKIPPED for other in self._observed.values()) else math.inf
         if length == self.current and one.steps > SETTLED:
-            self._pace += PACE_WEIGHT * (min(ratio / believed, 2 * self._pace) - self._pace)
+            self._pace *= 1 + PACE_WEIGHT * (min(ratio / believed, 2) - 1)
         else:
-            one.add(ratio / self._pace, most, WEIGHT if length == self.current else TRIAL_WEIGHT)
+            one.add(ratio, most, WEIGHT if length == self.current else TRIAL_WEIGHT)
 
 
 def _sums(rates: Sequence[float]) -> list[float]:

@@ -47,6 +47,7 @@ class Run:
     """that each step guessed"""
     steps: list[float] = field(default_factory=list)
     """seconds of each over those of one without guesses"""
+    chooser: DraftLength | None = None
 
     def gain(self, length: int) -> float:
         """How much faster than with that length, always."""
@@ -70,11 +71,12 @@ def simulate(
     right with the chance accepts(number of the step), if the one before it was. `believed`: the costs that are
     predicted; what is observed is what COSTS say, times slowed(number of the step). A step with guesses `stalls` for so
     many seconds besides. A request has `ends_after` tokens, and another takes its place."""
-    chooser = DraftLength(LENGTHS, believed)
+    chooser, run = DraftLength(LENGTHS, believed), Run()
+    run.chooser = chooser
     limits = SchedulerConfig(
         batch, 8192, 1 << 20, same_layout(1 << 16), 17 * batch, num_drafts=LENGTHS[-1], look_ahead=False
     )
-    scheduler, rng, run = Scheduler(limits, chooser), random.Random(1), Run()
+    scheduler, rng = Scheduler(limits, chooser), random.Random(1)
     under_way: deque[SchedulerOutput] = deque()
     added = lag = 0
     for number in range(num_steps):
@@ -133,7 +135,7 @@ def test_a_loaded_server_is_as_fast_as_without_and_its_slow_steps_are_few(
     assert run.gain(0) > 0.995
     assert sorted(run.steps)[int(0.99 * len(run.steps))] < 1.05
     slow = [seconds > 1.05 for seconds in run.steps]
-    assert max(sum(slow[first : first + 500]) for first in range(len(slow) - 500)) <= 3
+    assert max(sum(slow[first : first + 500]) for first in range(len(slow) - 500)) <= 2
 
 
 def test_what_is_guessed_follows_the_acceptance() -> None:
@@ -171,6 +173,20 @@ def test_costs_that_are_predicted_wrong_are_put_right_by_what_is_observed(wrong:
         run = simulate(batch, steps, lambda _: 0.5, believed)
         assert run.gain(0) > 0.98
         assert run.best > 0.95
+
+
+def test_a_trial_of_one_step_shows_what_a_length_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step both makes and verifies its guesses. All that guessing adds is believed to cost half as much again."""
+    monkeypatch.setattr(COSTS, "_lags", False)
+
+    def believed(count: int, context: float, length: int, lag: int) -> float:
+        return 1.5 * COSTS(count, context, length, lag) - 0.5 * COSTS(count, context, 0)
+
+    run = simulate(64, 900, lambda _: 0.2, believed)
+    assert not any(one and two for one, two in zip(run.lengths, run.lengths[1:], strict=False))
+    assert run.chooser is not None
+    assert believed(64, 900, 2, 0) > 1.15 * COSTS(64, 900, 2)
+    assert run.chooser.seconds(64, 900, 2) == pytest.approx(COSTS(64, 900, 2), rel=0.08)
 
 
 def test_trials_are_the_rarer_the_more_they_turn_out_to_cost() -> None:
