@@ -181,6 +181,9 @@ def _loaded(
             model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
+        joined = sum(isinstance(layer, SparseMoE) and layer.experts.joined is not None for _, layer in layers)
+        if joined:
+            model.notes.append(f"Shared experts of {joined} layers are further experts to kernels of few tokens.")
     return model
 
 
