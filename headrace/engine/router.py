@@ -1,8 +1,8 @@
-"""Chooses, of several engines, the one that is expected to send a request's first token first.
+"""Chooses, of several engines, the one that is expected to send a request's first token first, at least cost to others.
 
 What an engine will do is predicted from what it was sent and when its first tokens came: how much of a prompt it has
-cached, what waits before it, how fast it has been, and when its KV cache will have room. Pure arithmetic: no I/O, and
-the clock is handed in. A request is never moved once it is sent.
+cached and would have to drop, what waits before it, how fast it has been, and when its KV cache will have room. Pure
+arithmetic: no I/O, and the clock is handed in. A request is never moved once it is sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 
 from headrace.engine.messages import CoreFacts
 from headrace.request import EngineCoreOutput, SchedulerStats
@@ -22,6 +23,9 @@ CHUNK = 64
 than the tokens of a block do there."""
 REQUEST_TOKENS = 16
 """A request that decodes is taken to delay a new one as so many prompt tokens do, so that decodes are balanced too."""
+AT_STAKE = 8
+"""What a request adds to a full cache is taken to drop, with equal chance, any of the chunks next to go, of which there
+are so many times as many as it adds."""
 USUAL_RATE = 1e-4
 """Seconds a prompt token before anything was measured. Engines are compared with each other, so its size is no
 matter."""
@@ -108,8 +112,8 @@ class EngineLoad:
     _finishes: float = 0.0
     """Choices that ended, those of FINISH_SECONDS before `_finishes_at` counted as 1/e."""
     _finishes_at: float = 0.0
-    _cached: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """Keys of the chunks that it has computed, the longest unused first."""
+    _cached: OrderedDict[bytes, bool] = field(default_factory=OrderedDict)
+    """Keys of the chunks that it has computed, the longest unused first, and whether a second prompt had them."""
 
     @staticmethod
     def of(facts: CoreFacts, speed: Speed, num_open: Callable[[], int]) -> EngineLoad:
@@ -124,14 +128,24 @@ class EngineLoad:
             count += 1
         return count * CHUNK
 
+    def evicted_tokens(self, new: int) -> float:
+        """Return how many shared tokens are expected to be computed again if so many chunks are added to its cache.
+
+        Without this cost (Preble, arXiv:2407.00023) a quick engine gets nearly all requests, and drops beginnings that
+        the cache of a slow one would have kept."""
+        if len(self._cached) + new <= self.cache_tokens // CHUNK:
+            return 0.0
+        return CHUNK / AT_STAKE * sum(islice(self._cached.values(), AT_STAKE * new))
+
     def expected_wait(self, keys: Sequence[bytes], prompt_tokens: int, now: float) -> float:
-        """Return the expected seconds until a request's first token, and a little for each request that runs."""
+        """Return the expected seconds until a request's first token, a little for each request that runs, and what
+        later requests lose by it."""
         if prompt_tokens > self.cache_tokens:
             return math.inf
-        work = prompt_tokens - self.cached_tokens(keys)
-        others = self.stats.others
-        ahead = self._pending_tokens + others.num_pending_tokens
-        until = self.speed.seconds(ahead + work + REQUEST_TOKENS * (self.num_open() + others.num_open))
+        cached, others = self.cached_tokens(keys), self.stats.others
+        work = self._pending_tokens + others.num_pending_tokens + prompt_tokens - cached
+        decodes = REQUEST_TOKENS * (self.num_open() + others.num_open)
+        until = self.speed.seconds(work + decodes + self.evicted_tokens(len(keys) - cached // CHUNK))
         return max(until * self._pace_at(now), self._room_wait(prompt_tokens, now))
 
     def add(self, request_id: str, keys: Sequence[bytes], prompt_tokens: int, choices: int, now: float) -> None:
@@ -143,7 +157,7 @@ class EngineLoad:
         self.sent_tokens += choices * prompt_tokens
         self.last_sent = now
         for key in keys:
-            self._cached[key] = None
+            self._cached[key] = key in self._cached
             self._cached.move_to_end(key)
         while len(self._cached) > self.cache_tokens // CHUNK:
             self._cached.popitem(last=False)

@@ -44,6 +44,8 @@ class Engine:
     first: dict[str, float] = field(default_factory=dict)
     received: int = 0
     received_tokens: int = 0
+    said: tuple[list[tuple[str, bool]], SchedulerStats] | None = None
+    """What the last step brought, which comes when that step ends."""
 
     def add(self, asked: Asked) -> None:
         self.now = max(self.now, asked.at) if not (self.queue or self.running) else self.now
@@ -51,12 +53,13 @@ class Engine:
         self.received += 1
         self.received_tokens += asked.tokens
 
-    def step(self) -> list[EngineCoreOutput]:
+    def step(self) -> list[tuple[str, bool]]:
+        """Return who got a token, and whether it was the last one."""
         tokens, outputs = len(self.running), []
         for name in list(self.running):
             self.running[name] -= 1
             done = not self.running[name]
-            outputs.append(_output(name, done))
+            outputs.append((name, done))
             if done:
                 del self.running[name]
         while self.queue and tokens < BUDGET and len(self.running) < NUM_SEQS:
@@ -76,17 +79,19 @@ class Engine:
             while len(self.cached) > CACHE_TOKENS // CHUNK:
                 self.cached.popitem(last=False)
             self.running[asked.name] = asked.answer
-            outputs.append(_output(asked.name, False))
+            outputs.append((asked.name, False))
             self.first[asked.name] = 0.0
         self.now += (0.008 + 0.0001 * tokens) / self.speed
-        for output in outputs:
-            if self.first.get(output.request_id) == 0.0:
-                self.first[output.request_id] = self.now
+        for name, _ in outputs:
+            if self.first.get(name) == 0.0:
+                self.first[name] = self.now
         return outputs
 
-    def until(self, time: float, report: Callable[[list[EngineCoreOutput], Engine], None] = lambda *_: None) -> Engine:
-        while (self.queue or self.running) and self.now < time:
-            report(self.step(), self)
+    def until(self, time: float, load: EngineLoad | None = None) -> Engine:
+        while (self.queue or self.running or self.said) and self.now < time:
+            if self.said and load:
+                load.took([_output(*each) for each in self.said[0]], self.said[1], self.now)
+            self.said = (self.step(), self.stats()) if self.queue or self.running else None
         return self
 
     def stats(self) -> SchedulerStats:
@@ -132,17 +137,18 @@ def online(requests: list[Asked], place: Callable[[Asked, list[Engine], list[Eng
     speed, engines = Speed(), [Engine(each) for each in SPEEDS]
 
     def opened(engine: Engine) -> Callable[[], int]:
-        return lambda: len(engine.queue) + len(engine.running)
+        def count() -> int:
+            """What has ended counts until that is known."""
+            ended = [name for name, done in engine.said[0] if done] if engine.said else []
+            return len(engine.queue) + len(engine.running) + len(ended)
+
+        return count
 
     loads = [EngineLoad(speed, CACHE_TOKENS, NUM_SEQS, opened(engine)) for engine in engines]
     chosen = []
     for asked in requests:
         for engine, load in zip(engines, loads, strict=True):
-
-            def report(outputs: list[EngineCoreOutput], engine: Engine, load: EngineLoad = load) -> None:
-                load.took(outputs, engine.stats(), engine.now)
-
-            engine.until(asked.at, report)
+            engine.until(asked.at, load)
         chosen.append(place(asked, engines, loads))
         engines[chosen[-1]].add(asked)
         loads[chosen[-1]].add(asked.name, asked.keys, asked.tokens, 1, asked.at)
@@ -160,31 +166,30 @@ def waits_of(requests: list[Asked], chosen: list[int], only: int) -> dict[str, f
 
 
 def in_hindsight(requests: list[Asked], chosen: list[int], rounds: int) -> float:
-    """The best p99 that a search finds which knows all speeds and all that will come: the slowest requests, and those
-    before them, are moved while that helps."""
-    rng, chosen, early = random.Random(0), list(chosen), {asked.name for asked in requests[:LEARNING]}
+    """The best p99 that a search finds which knows all speeds and all that will come: requests that wait longer than a
+    little less than the best p99 so far, and those before them, are moved while that does not make it worse."""
+    rng, chosen, late = random.Random(0), list(chosen), range(LEARNING, len(requests))
     waits = [waits_of(requests, chosen, engine) for engine in range(len(SPEEDS))]
 
-    def cost(of: list[dict[str, float]]) -> tuple[float, float]:
-        every = sorted(wait for each in of for name, wait in each.items() if name not in early)
-        return every[int(0.99 * len(every))], sum(every[int(0.98 * len(every)) :])
+    def late_by(of: list[dict[str, float]], goal: float) -> float:
+        every = sorted(of[chosen[i]][requests[i].name] for i in late)
+        return sum(max(0.0, wait - goal) for wait in every[: int(0.99 * len(every)) + 1])
 
-    best = cost(waits)
+    best = tail(waits)
     for _ in range(rounds):
-        slowest = sorted(range(len(requests)), key=lambda i: -waits[chosen[i]][requests[i].name])[: len(requests) // 50]
-        moved = max(0, rng.choice(slowest) - rng.choice((0, 0, 1, 2, 4, 8)))
-        before, after = chosen[moved], rng.randrange(len(SPEEDS))
-        if before == after:
-            continue
+        goal = 0.93 * best
+        slow = rng.choice([i for i in late if waits[chosen[i]][requests[i].name] > goal])
+        moved = max(0, slow - rng.choice((0, 0, 0, 1, 2, 3, 5, 8, 13)))
+        before, after = chosen[moved], rng.choice([engine for engine in range(len(SPEEDS)) if engine != chosen[moved]])
+        trial, missed = list(waits), late_by(waits, goal)
         chosen[moved] = after
-        trial = list(waits)
         for engine in (before, after):
             trial[engine] = waits_of(requests, chosen, engine)
-        if (found := cost(trial)) < best:
-            best, waits = found, trial
+        if late_by(trial, goal) <= missed:
+            waits, best = trial, min(best, tail(trial))
         else:
             chosen[moved] = before
-    return best[0]
+    return best
 
 
 def knowing(asked: Asked, engines: list[Engine], loads: list[EngineLoad]) -> int:
@@ -196,33 +201,54 @@ def routed(asked: Asked, engines: list[Engine], loads: list[EngineLoad]) -> int:
     return choose(loads, asked.keys, asked.tokens, asked.at)
 
 
+def tail(waits: Sequence[dict[str, float]]) -> float:
+    """The p99 of what the engines' requests wait, but for the first ones."""
+    every = {name: wait for each in waits for name, wait in each.items()}
+    return p99([wait for name, wait in every.items() if int(name[1:]) >= LEARNING])
+
+
 def tail_of(requests: list[Asked], chosen: list[int]) -> float:
-    waits: dict[str, float] = {}
-    for engine in range(len(SPEEDS)):
-        waits |= waits_of(requests, chosen, engine)
-    return p99([waits[asked.name] for asked in requests[LEARNING:]])
+    return tail([waits_of(requests, chosen, engine) for engine in range(len(SPEEDS))])
 
 
-def compared(seed: int, rate: float, rounds: int) -> tuple[float, float]:
-    """p99 of the router, and of round robin, as multiples of the best in hindsight."""
+def compared(seed: int, rate: float, rounds: int) -> list[float]:
+    """p99 of the router, as a multiple of that of a search in hindsight and of the policy that knows all but the
+    future; and that of round robin, as a multiple of the router's."""
     requests, turns = traffic(seed, 500, rate), itertools.count()
-    ours, best = online(requests, routed), online(requests, knowing)
-    in_turn = online(requests, lambda *_: next(turns) % len(SPEEDS))
-    hindsight = min(in_hindsight(requests, start, rounds) for start in (ours, best))
-    ratio, round_robin = (tail_of(requests, chosen) / hindsight for chosen in (ours, in_turn))
-    print(f"seed {seed}, {rate:g}/s: hindsight {1e3 * hindsight:.0f} ms, router {ratio:.2f} x, round robin "
-          f"{round_robin:.1f} x")  # fmt: skip
-    return ratio, round_robin
+    assigned = [online(requests, place) for place in (routed, knowing, lambda *_: next(turns) % len(SPEEDS))]
+    ours, known, in_turn = (tail_of(requests, chosen) for chosen in assigned)
+    hindsight = in_hindsight(requests, assigned[ours > known], rounds)
+    found = [ours / hindsight, ours / known, in_turn / ours]
+    print(f"seed {seed}, {rate:g}/s: hindsight {1e3 * hindsight:.0f} ms, router {found[0]:.2f} x that, and "
+          f"{found[1]:.2f} x what knows all but the future; round robin {found[2]:.1f} x the router")  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize(
-    ("seeds", "rounds"), [([1], 60), pytest.param(range(4), 100, marks=pytest.mark.slow)], ids=["one", "four"]
+    ("seeds", "rounds"), [([1, 2], 20), pytest.param(range(4), 1000, marks=pytest.mark.slow)], ids=["two", "four"]
 )
-def test_first_tokens_come_nearly_as_early_as_in_hindsight(seeds: Sequence[int], rounds: int) -> None:
-    """The p99 is that of a few requests, so it is the mean of several days that is held."""
+def test_first_tokens_come_as_early_as_with_all_known_but_the_future(seeds: Sequence[int], rounds: int) -> None:
+    """The p99 is that of a few requests, so it is the mean of several days that is held. docs/notes/engines.md says
+    what a longer search finds."""
     found = [compared(seed, rate, rounds) for seed in seeds for rate in (10.0, 20.0)]
-    assert sum(ratio for ratio, _ in found) / len(found) <= 1.15
-    assert min(round_robin for _, round_robin in found) > 2
+    hindsight, known, _ = (sum(ratios) / len(found) for ratios in zip(*found, strict=True))
+    assert hindsight <= 2
+    assert known <= 1
+    assert min(in_turn for *_, in_turn in found) > 2
+
+
+def test_beginnings_that_prompts_share_are_kept() -> None:
+    shared, other = load(), load()
+    for each in (shared, other):
+        for number in range(CACHE_TOKENS // (16 * CHUNK)):
+            tokens = list(range(1000 * number, 1000 * number + 16 * CHUNK + 1))
+            for name in ("a", "b") if each is shared else ("a",):
+                each.add(name, chunk_keys(tokens, None), 1, 1, 0.0)
+                each.drop(name)
+    assert shared.evicted_tokens(4) == 4 * CHUNK, "each would be computed once more"
+    assert other.evicted_tokens(4) == 0
+    assert choose([shared, other], chunk_keys([7] * 300, None), 300, 0.1) == 1
+    assert load().evicted_tokens(4) == 0, "there is room yet"
 
 
 def test_beginnings_are_told_apart() -> None:
