@@ -185,6 +185,11 @@ class Worker:
             self.notes.append(
                 f"Adapters: {held.num_slots} of rank {held.max_rank} at most take {held.num_bytes / 2**20:.1f} MiB."
             )
+            if self.device.type != "cpu":
+                logger.warning(
+                    "steps with several adapters have ended in errors on an H200, for a reason that is not known yet: "
+                    "do not depend on --enable-lora on a GPU (docs/performance.md)"
+                )
         check = SelfCheck(self.mesh.experts, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
