@@ -116,8 +116,8 @@ SEED = 0
 def parts_for(gpus: int) -> list[str]:
     """Return the parts that so many GPUs can run, in order."""
     fitting = [name for name, layout in LAYOUTS.items() if layout.gpus <= gpus]
-    steps, served = ([f"{kind}-{name}" for name in fitting] for kind in ("step", "serve"))
-    served = [part for part in served if part.removeprefix("serve-") in SERVED]
+    steps = [f"step-{name}" for name in fitting]
+    served = [f"serve-{name}" for name in fitting if name in SERVED]
     return ["streams", "collectives", "equal", *steps, *served, "kill", "kill-experts"]
 
 

@@ -156,6 +156,11 @@ def _renamed(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def is_more_than_text(raw: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json is of a model that takes more than text."""
+    return any(name in raw for name in OTHER_PARTS)
+
+
 def text_part(fields: Fields) -> Fields:
     """Return the fields of a model's text part, under their usual names too: those of `text_config`, if there is one,
     before those around it."""
@@ -291,7 +296,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read the config from the contents of config.json and generation_config.json, whose eos ids are added."""
         generation = generation or {}
-        more_than_text = any(name in raw for name in OTHER_PARTS)
+        more_than_text = is_more_than_text(raw)
         raw = {**defaults, **text_part(Fields(raw, "config.json")).values}
         architectures = Fields(raw, "config.json").texts("architectures")
         if not architectures:

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.feed_forwards import FeedForward
 from headrace.graph_sizes import most_in_pieces
 from headrace.mixers import Mixer
-from headrace.model_config import OTHER_PARTS, Fields, quantization_of, text_part
+from headrace.model_config import Fields, is_more_than_text, quantization_of, text_part
 from headrace.model_spec import LayerSpec, ModelSpec
 from headrace.models.names import text_module
 from headrace.models.registry import DESCRIBED, find_entry
@@ -207,7 +207,7 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             known = ", ".join(sorted(DESCRIBED))
             raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
         spec, quantization = entry.spec(text), quantization_of(text)
-        more_than_text = any(part in config for part in OTHER_PARTS)
+        more_than_text = is_more_than_text(config)
         checkpoint = read_format(quantization).called(lambda one: text_module(one, more_than_text, spec.names))
         parts = checkpoint.parts(len(spec.layers))
         return ModelShape(
